@@ -25,7 +25,9 @@ CASES = [
             | {"slots": "*i64", "floats": "*fp32"}
             | ({"drafts": "*i64"} if tokens > 1 else {})
             | ({"ancestors": "*i64"} if tree else {})
-            | dict.fromkeys(("vocab", "request_stride", "row_stride", "num_tokens"), "i32"),
+            | dict.fromkeys(
+                ("vocab", "request_stride", "row_stride", "floats_stride", "num_tokens"), "i32"
+            ),
             ({} if tree else {"ancestors": None})
             | ({} if tokens > 1 else {"drafts": None})
             | {"IN_PROMPT": penalties.IN_PROMPT, "BLOCK": penalties.BLOCK, "TOKENS": tokens}

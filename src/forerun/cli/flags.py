@@ -22,7 +22,7 @@ import typer
 
 from forerun.config.engine_config import EngineConfig
 from forerun.core.errors import RequestError
-from forerun.core.sampling_params import SamplingParams
+from forerun.core.sampling_params import SamplingParams, param_of
 
 Values = dict[str, Any]
 
@@ -108,33 +108,6 @@ def engine_flags() -> list[Flag]:
     return flags
 
 
-SAMPLING_HELP = {
-    "temperature": "0 is greedy",
-    "top_p": "Sample from the most likely tokens with this total probability",
-    "top_k": "Sample from this many most likely tokens; -1: all",
-    "min_p": "Least probability, relative to the most likely token",
-    "frequency_penalty": "Subtracted from a token's logit for each time that the output has it",
-    "presence_penalty": "Subtracted once from the logits of tokens in the output",
-    "repetition_penalty": "Above 1: less of the tokens in prompt and output",
-    "logit_bias": "TOKEN_ID:BIAS, added to the token's logit; may be repeated",
-    "max_new_tokens": "Maximum number of tokens to generate",
-    "min_new_tokens": "Minimum number of tokens to generate",
-    "stop": "Stop at this text; may be repeated",
-    "stop_token_ids": "Stop at this token id; may be repeated",
-    "ignore_eos": "Continue after the EOS token",
-    "n": "Completions per prompt",
-    "sampling_seed": "Seed; the text does not depend on the drafter",
-    "skip_special_tokens": "Omit special tokens from the text",
-    "speculative": "Use the engine's drafts for this request",
-    "max_draft_tokens": "Maximum drafts verified per step; default: no limit",
-    "json_schema": "JSON schema that the output must follow, on one line",
-    "regex": "Regular expression that the whole output must match",
-    "ebnf": "Grammar in GBNF that the output must follow; its first rule is root",
-    "structural_tag": "Structural tag (JSON): free text with parts that follow grammars",
-    "json_object": "The output must be a JSON object",
-}
-
-
 def sampling_flags(**defaults: Any) -> list[Flag]:
     """Every field of `SamplingParams`; `defaults` override its own."""
     hints = get_type_hints(SamplingParams)
@@ -144,10 +117,8 @@ def sampling_flags(**defaults: Any) -> list[Flag]:
         kind = _value_type(hints[spec.name])
         if get_origin(kind) is list:
             default = list(default)
-        # A field without a line of help still gets its flag.
-        text = SAMPLING_HELP.get(spec.name, "")
         parse = _parse_biases if spec.name == "logit_bias" else None
-        flags.append(Flag(spec.name, kind, default, text, "Sampling", parse))
+        flags.append(Flag(spec.name, kind, default, param_of(spec).help, "Sampling", parse))
     return flags
 
 

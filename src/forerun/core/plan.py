@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from forerun.core.grammar import Grammar
 from forerun.core.logprobs import LogprobParams, TokenLogprobs
+from forerun.core.sampling_params import LogitParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,35 +68,17 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class SlotSampling:
+class SlotSampling(LogitParams):
     """Sampling parameters of one request, as stored in the device tables."""
 
-    temperature: float  # 0: greedy
-    top_k: int  # -1: off
-    top_p: float
-    min_p: float
-    seed: int  # signed, 64 bits
+    seed: int = 0  # signed, 64 bits
     # Stop ids are masked at positions below `min_position`; () and 0: no masking.
     stop_ids: tuple[int, ...] = ()
     min_position: int = 0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, bias)
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
-
-    @property
-    def penalized(self) -> bool:
-        """Whether its logits are changed, by penalties or biases."""
-        return bool(
-            self.frequency_penalty
-            or self.presence_penalty
-            or self.repetition_penalty != 1.0
-            or self.logit_bias
-        )
 
 
 @dataclass(frozen=True, slots=True)

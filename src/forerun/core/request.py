@@ -147,19 +147,13 @@ class Request(RequestRecord):
         params = self.params
         # With a grammar, stop ids are masked together with what it forbids.
         masks = params.min_new_tokens > 0 and bool(self.stop_ids) and params.grammar is None
+        shared = params.shared() | ({"temperature": 0.0} if params.greedy else {})
         return SlotSampling(
-            temperature=0.0 if params.greedy else params.temperature,
-            top_k=params.top_k,
-            top_p=params.top_p,
-            min_p=params.min_p,
+            **shared,
             seed=self.seed,
             stop_ids=tuple(sorted(self.stop_ids)) if masks else (),
             # The first new token has position len(prompt).
             min_position=len(self.prompt) + params.min_new_tokens if masks else 0,
-            frequency_penalty=params.frequency_penalty,
-            presence_penalty=params.presence_penalty,
-            repetition_penalty=params.repetition_penalty,
-            logit_bias=params.logit_bias,
         )
 
     @property

@@ -1,10 +1,17 @@
-"""Sampling parameters and stop conditions of a request (names as in SGLang)."""
+"""Sampling parameters and stop conditions of a request (names as in SGLang): one table.
+
+A field and its `Param` are all that checks, flags, request bodies, plans and device tables need of
+a parameter.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import Field, dataclass, field, fields
+from functools import cache
+from operator import attrgetter
+from typing import Any, Literal
 
 from forerun.core.checks import boolean, integer, number
 from forerun.core.errors import RequestError, nearest, shown
@@ -16,14 +23,120 @@ MAX_STOP_TOKENS = 1024
 MAX_STOPS, MAX_STOP_LENGTH = 32, 1024  # stop strings are matched after every token
 MAX_SAMPLES = 1024  # per prompt
 MAX_BIASES, MAX_BIAS = 1024, 100.0  # entries of `logit_bias` (columns of a device table), size
-MAX_PENALTY, MAX_REPETITION_PENALTY = 2.0, 2.0
 MAX_TOKEN_DIGITS = 10
 MAX_INT32 = 2**31 - 1
 MAX_FLOAT32 = (2.0 - 2.0**-23) * 2.0**127
+POSITIVE = math.ulp(0.0)  # the smallest number above 0
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingParams:
+class Param:
+    """What is known of a sampling parameter besides its name, type and default."""
+
+    help: str  # of the flag
+    # What applies it: an edit of the logits, the sampler's filters, a mask of tokens, or the host.
+    stage: Literal["logits", "filter", "mask", "host"] = "host"
+    range: tuple[float, float] | None = None  # the default is allowed as well
+    must: str = ""  # what a value in `range` is, after "must"
+    off: bool = False  # the default switches it off, and an error says so
+    openai: str | None = ""  # its name in OpenAI's API; "": the same; None: no field of its own
+    description: str | None = None  # in the OpenAPI document
+
+    def problem(self, name: str, value: Any, default: Any) -> str | None:
+        """Why a value of the right type is refused."""
+        if self.range is None or value == default or self.range[0] <= value <= self.range[1]:
+            return None
+        end = f"; {default:g} switches it off" if self.off else ""
+        return f"{name} must {self.must}, got {shown(value)}{end}."
+
+
+def param(default: Any, help: str, **known: Any) -> Any:
+    """A field of a dataclass, with its `Param`."""
+    return field(default=default, metadata={"param": Param(help, **known)})
+
+
+def param_of(spec: Field[Any]) -> Param:
+    """Returns what `param` was given."""
+    known: Param = spec.metadata["param"]
+    return known
+
+
+@dataclass(frozen=True, slots=True)
+class LogitParams:
+    """The parameters that plans and device tables carry.
+
+    The floats of a stage are the columns of its device table, in this order. New ones of the same
+    stage go after the last.
+    """
+
+    temperature: float = param(
+        1.0, "0 is greedy", stage="filter", range=(0, MAX_FLOAT32),
+        must="be >= 0 (0 is greedy), in float32", description="0 is greedy; default 1",
+    )  # fmt: skip
+    top_p: float = param(
+        1.0, "Sample from the most likely tokens with this total probability", stage="filter",
+        range=(POSITIVE, 1), must="be in (0, 1]", off=True,
+    )  # fmt: skip
+    top_k: int = param(
+        -1, "Sample from this many most likely tokens; -1: all", stage="filter",
+        range=(1, MAX_INT32), must="be >= 1, or -1 to switch it off, and fit in 32 bits",
+    )  # fmt: skip
+    min_p: float = param(
+        0.0, "Least probability, relative to the most likely token", stage="filter",
+        range=(0, 1), must="be in [0, 1]", off=True,
+    )  # fmt: skip
+    frequency_penalty: float = param(
+        0.0, "Subtracted from a token's logit for each time that the output has it",
+        stage="logits", range=(-2, 2), must="be in [-2, 2]", off=True,
+    )  # fmt: skip
+    presence_penalty: float = param(
+        0.0, "Subtracted once from the logits of tokens in the output",
+        stage="logits", range=(-2, 2), must="be in [-2, 2]", off=True,
+    )  # fmt: skip
+    repetition_penalty: float = param(
+        1.0, "Above 1: less of the tokens in prompt and output",
+        stage="logits", range=(POSITIVE, 2), must="be in (0, 2]", off=True,
+    )  # fmt: skip
+    # (token id, bias); given as a mapping, whose keys may be strings of digits as in JSON.
+    logit_bias: tuple[tuple[int, float], ...] = param(
+        (), "TOKEN_ID:BIAS, added to the token's logit; may be repeated", stage="logits",
+        description="Added to logits, by token id",
+    )  # fmt: skip
+
+    @property
+    def edits(self) -> tuple[str, ...]:
+        """Names of the parameters that change its logits; those at their default do not."""
+        pairs = zip(_EDITS, _edits_of(self), _NO_EDITS, strict=True)
+        return tuple(name for name, value, neutral in pairs if value != neutral)
+
+    @property
+    def penalized(self) -> bool:
+        """Whether its logits are changed; asked of every request in every step."""
+        return bool(_edits_of(self) != _NO_EDITS)
+
+    def shared(self) -> dict[str, Any]:
+        """Returns these parameters by name."""
+        return {spec.name: getattr(self, spec.name) for spec in fields(LogitParams)}
+
+    def columns(self, stage: str) -> list[float]:
+        """Returns the values of `columns_of(stage)`."""
+        return [getattr(self, name) for name in columns_of(stage)]
+
+
+@cache
+def columns_of(stage: str) -> tuple[str, ...]:
+    """Names of a stage's floats, by column of its device table."""
+    known = [spec for spec in fields(LogitParams) if spec.type == "float"]
+    return tuple(spec.name for spec in known if param_of(spec).stage == stage)
+
+
+_EDITS = tuple(spec.name for spec in fields(LogitParams) if param_of(spec).stage == "logits")
+_edits_of = attrgetter(*_EDITS)
+_NO_EDITS = _edits_of(LogitParams())
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams(LogitParams):
     """Sampling parameters of one request.
 
     `logit_bias` and the penalties change the logits, in this order. With c the number of times that
@@ -45,31 +158,49 @@ class SamplingParams:
         RequestError: a value is out of range, or two values contradict each other.
     """
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1  # -1: the whole vocabulary
-    min_p: float = 0.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    # (token id, bias); given as a mapping, whose keys may be strings of digits as in JSON.
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    max_new_tokens: int = 128  # 0: only the prompt runs, for its log-probabilities
-    min_new_tokens: int = 0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    n: int = 1
-    sampling_seed: int | None = None
-    skip_special_tokens: bool = True
-    speculative: bool = True  # False: no drafts for this request
-    max_draft_tokens: int | None = None  # drafts verified per step; None: the engine's limit
+    max_new_tokens: int = param(  # 0: only the prompt runs, for its log-probabilities
+        128, "Maximum number of tokens to generate", range=(0, MAX_INT32),
+        must="be >= 0 and fit in 32 bits", openai=None,
+    )  # fmt: skip
+    min_new_tokens: int = param(
+        0, "Minimum number of tokens to generate", stage="mask", openai="min_tokens"
+    )
+    stop: tuple[str, ...] = param((), "Stop at this text; may be repeated")
+    stop_token_ids: tuple[int, ...] = param((), "Stop at this token id; may be repeated")
+    ignore_eos: bool = param(False, "Continue after the EOS token")
+    n: int = param(
+        1, "Completions per prompt", range=(1, MAX_SAMPLES),
+        must=f"be >= 1 and at most {MAX_SAMPLES}", openai=None,
+    )  # fmt: skip
+    sampling_seed: int | None = param(
+        None, "Seed; the text does not depend on the drafter", range=(-(2**63), 2**63 - 1),
+        must="fit in 64 bits", openai="seed",
+        description="Fixes the text, with any drafter or none",
+    )  # fmt: skip
+    skip_special_tokens: bool = param(True, "Omit special tokens from the text")
+    speculative: bool = param(
+        True, "Use the engine's drafts for this request",
+        description="False: no drafts for this request",
+    )  # fmt: skip
+    max_draft_tokens: int | None = param(  # None: the engine's limit
+        None, "Maximum drafts verified per step; default: no limit", range=(0, MAX_INT32),
+        must="be >= 0 (0: no drafts) and fit in 32 bits",
+        description="Most drafts verified per step",
+    )  # fmt: skip
     # At most one grammar. Schemas and structural tags are JSON, as text or as a dict.
-    json_schema: str | None = None
-    regex: str | None = None  # of the whole output
-    ebnf: str | None = None  # in GBNF; the first rule is called root
-    structural_tag: str | None = None
-    json_object: bool = False  # any JSON object
+    json_schema: str | None = param(
+        None, "JSON schema that the output must follow, on one line", stage="mask"
+    )
+    regex: str | None = param(
+        None, "Regular expression that the whole output must match", stage="mask"
+    )
+    ebnf: str | None = param(
+        None, "Grammar in GBNF that the output must follow; its first rule is root", stage="mask"
+    )
+    structural_tag: str | None = param(
+        None, "Structural tag (JSON): free text with parts that follow grammars", stage="mask"
+    )
+    json_object: bool = param(False, "The output must be a JSON object", stage="mask", openai=None)
 
     def __post_init__(self) -> None:
         self._set("stop", _stop_strings(self.stop))
@@ -78,14 +209,11 @@ class SamplingParams:
         for name in KINDS:
             self._set(name, grammar_source(name, getattr(self, name)))
         grammar_of(self._grammar_params)  # refuses several
-        for name in _NUMBERS:
-            self._set(name, number(name, getattr(self, name), RequestError))
-        for name in _INTEGERS:
-            value = getattr(self, name)
-            if value is not None or name not in _OPTIONAL:
-                self._set(name, integer(name, value, RequestError))
-        for name in _BOOLEANS:
-            boolean(name, getattr(self, name), RequestError)
+        for spec in fields(self):
+            kind, _, optional = str(spec.type).partition(" | ")
+            value = getattr(self, spec.name)
+            if kind in _CHECKS and not (optional and value is None):
+                self._set(spec.name, _CHECKS[kind](spec.name, value, RequestError))
         for problem in self._problems():
             raise RequestError(problem)
 
@@ -134,60 +262,20 @@ class SamplingParams:
 
     def _problems(self) -> Iterator[str]:
         """Values out of range or of the device tables' dtypes, and contradictions."""
-        if not 0 <= self.temperature <= MAX_FLOAT32:
-            yield f"temperature must be >= 0 (0 is greedy), in float32, got {self.temperature}."
-        if not 0 < self.top_p <= 1:
-            yield f"top_p must be in (0, 1], got {self.top_p}; 1 switches it off."
-        if self.top_k != -1 and not 1 <= self.top_k <= MAX_INT32:
-            yield (
-                f"top_k must be >= 1, or -1 to switch it off, and fit in 32 bits, got"
-                f" {shown(self.top_k)}."
-            )
-        if not 0 <= self.min_p <= 1:
-            yield f"min_p must be in [0, 1], got {self.min_p}; 0 switches it off."
-        for name in ("frequency_penalty", "presence_penalty"):
-            value = getattr(self, name)
-            if not -MAX_PENALTY <= value <= MAX_PENALTY:
-                yield f"{name} must be in [-2, 2], got {value}; 0 switches it off."
-        if not 0 < self.repetition_penalty <= MAX_REPETITION_PENALTY:
-            yield (
-                f"repetition_penalty must be in (0, 2], got {self.repetition_penalty}; 1 switches"
-                " it off."
-            )
-        if not 0 <= self.max_new_tokens <= MAX_INT32:
-            yield (
-                f"max_new_tokens must be >= 0 and fit in 32 bits, got {shown(self.max_new_tokens)}."
-            )
+        for spec in fields(self):
+            value = getattr(self, spec.name)
+            if problem := param_of(spec).problem(spec.name, value, spec.default):
+                yield problem
         if not 0 <= self.min_new_tokens <= self.max_new_tokens:
             yield (
                 f"min_new_tokens must be in [0, max_new_tokens], got {shown(self.min_new_tokens)}"
                 f" with max_new_tokens {self.max_new_tokens}."
             )
-        if not 1 <= self.n <= MAX_SAMPLES:
-            yield f"n must be >= 1 and at most {MAX_SAMPLES}, got {shown(self.n)}."
         if self.n > 1 and self.temperature == 0.0:
             yield "n > 1 with temperature 0 gives n equal texts; raise temperature or use n=1."
-        max_drafts, seed = self.max_draft_tokens, self.sampling_seed
-        if max_drafts is not None and not 0 <= max_drafts <= MAX_INT32:
-            yield (
-                f"max_draft_tokens must be >= 0 (0: no drafts) and fit in 32 bits, got"
-                f" {shown(max_drafts)}."
-            )
-        if seed is not None and not -(2**63) <= seed < 2**63:
-            yield f"sampling_seed must fit in 64 bits, got {shown(seed)}."
 
 
-_NUMBERS = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-)
-_INTEGERS = ("top_k", "max_new_tokens", "min_new_tokens", "n", "sampling_seed", "max_draft_tokens")
-_OPTIONAL = ("sampling_seed", "max_draft_tokens")
-_BOOLEANS = ("ignore_eos", "skip_special_tokens", "speculative")
+_CHECKS = {"float": number, "int": integer, "bool": boolean}
 
 
 def _stop_strings(given: Any) -> tuple[str, ...]:

@@ -251,15 +251,12 @@ def profiling_plans(limits: Limits, widths: Sequence[int], padding_slot: int) ->
     Decode steps come last, because they reset the padding slot's length to 0. Some requests have
     penalties and return log-probabilities, also of their prompt.
     """
-    edited = SlotSampling(
-        1.0, 9, 0.9, 0.1, 0, stop_ids=(0,), min_position=1, frequency_penalty=1.0,
-        logit_bias=((0, 1.0),),
-    )  # fmt: skip
     logprobs = SlotLogprobs(
         LogprobParams(0, MAX_TOP_LOGPROBS, token_ids=(0,)), 1, limits.context_length
     )
-    greedy = SlotSampling(0.0, -1, 1.0, 0.0, 0)
-    sampled = SlotSampling(1.0, 9, 0.9, 0.1, 0, stop_ids=(0,), min_position=1)
+    greedy = SlotSampling(temperature=0.0)
+    sampled = SlotSampling(top_k=9, top_p=0.9, min_p=0.1, stop_ids=(0,), min_position=1)
+    edited = replace(sampled, frequency_penalty=1.0, logit_bias=((0, 1.0),))
     max_tokens = limits.chunked_prefill_size
     counts = [*(n for n in SHORT_PROMPTS if n < max_tokens), max_tokens]
     # The padding slot must be greedy afterwards.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from forerun.core.plan import SlotSampling
 from forerun.core.sampling_params import MAX_BIASES
-from forerun.kernels.sampling.penalties import NUM_FLOATS, NUM_INTS, REPETITION, PenaltyBatch
+from forerun.kernels.sampling.penalties import NUM_INTS, PenaltyBatch
 from forerun.platform.device import upload
 
 
@@ -22,8 +22,8 @@ class PenaltyTable:
 
     def __init__(self, slots: int, device: torch.device) -> None:
         self.device = device
-        self._floats = torch.zeros(slots, NUM_FLOATS, dtype=torch.float32, device=device)
-        self._floats[:, REPETITION] = 1.0
+        neutral = torch.tensor(SlotSampling().columns("logits"), dtype=torch.float32)
+        self._floats = upload(neutral, device).repeat(slots, 1)
         self._ints = torch.zeros(slots, NUM_INTS, dtype=torch.int32, device=device)
         self._bias_ids = torch.zeros(slots, MAX_BIASES, dtype=torch.int32, device=device)
         self._biases = torch.zeros(slots, MAX_BIASES, dtype=torch.float32, device=device)
@@ -67,10 +67,7 @@ class PackedPenalties:
         return cls(
             slot,
             params.penalized,
-            torch.tensor(
-                [params.frequency_penalty, params.presence_penalty, params.repetition_penalty],
-                dtype=torch.float32,
-            ),
+            torch.tensor(params.columns("logits"), dtype=torch.float32),
             torch.tensor([num_prompt_tokens, len(ids)], dtype=torch.int32),
             torch.tensor(ids, dtype=torch.int32),
             torch.tensor(biases, dtype=torch.float32),

@@ -65,6 +65,6 @@ class PackedSampling:
         stops = [*params.stop_ids, *[filler] * (MAX_STOP_IDS - len(params.stop_ids))]
         ints = [seed_key(params.seed), params.top_k, params.min_position, *stops]
         return cls(
-            torch.tensor([params.temperature, params.top_p, params.min_p], dtype=torch.float32),
+            torch.tensor(params.columns("filter"), dtype=torch.float32),
             torch.tensor(ints, dtype=torch.int64),
         )

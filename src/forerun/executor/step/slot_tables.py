@@ -21,7 +21,7 @@ from forerun.sampling.penalties import PackedPenalties, PenaltyTable
 from forerun.sampling.table import PackedSampling, SamplingTable
 
 log = logging.getLogger("forerun")
-ANY_SAMPLING = SlotSampling(temperature=0.0, top_k=-1, top_p=1.0, min_p=0.0, seed=0)
+ANY_SAMPLING = SlotSampling(temperature=0.0)
 
 
 class SlotTables:

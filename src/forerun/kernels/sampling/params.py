@@ -6,8 +6,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from forerun.core.sampling_params import columns_of
+
 # Columns of the tables, float32 and int64. Kernels have them as numbers (`load_params`).
-TEMPERATURE, TOP_P, MIN_P, NUM_FLOATS = 0, 1, 2, 3
+TEMPERATURE, TOP_P, MIN_P = map(columns_of("filter").index, ("temperature", "top_p", "min_p"))
+NUM_FLOATS = len(columns_of("filter"))
 KEY, TOP_K, MIN_POSITION, STOP_IDS = 0, 1, 2, 3  # stop ids to the end
 
 MAX_OWN_TOP_K = 64  # largest top-k for which ranks need no logits of each other

@@ -24,8 +24,7 @@ from forerun.kernels.runtime.jit import jit, tl, triton, use_triton
 from forerun.kernels.runtime.pdl import pdl_options
 from forerun.kernels.speculation.tree import mask_words, unpack_bits
 
-# Columns of `PenaltyBatch.floats` and `ints`. Kernels have them as numbers.
-FREQUENCY, PRESENCE, REPETITION, NUM_FLOATS = 0, 1, 2, 3
+# Columns of `PenaltyBatch.ints`. Kernels have them as numbers.
 PROMPT_TOKENS, NUM_BIASES, NUM_INTS = 0, 1, 2
 IN_PROMPT = 1 << 30  # a word is the count in the output, with this bit if the prompt has the token
 BLOCK = 1024  # logits, tokens or biases that a CTA handles
@@ -36,7 +35,7 @@ class PenaltyBatch:
     """B requests in the tables of S slots."""
 
     slots: Tensor  # [B] int64
-    floats: Tensor  # [S, NUM_FLOATS] float32: frequency (0: off), presence (0), repetition (1)
+    floats: Tensor  # [S, columns_of("logits")] float32
     ints: Tensor  # [S, NUM_INTS] int32: tokens of the prompt, entries of the biases
     bias_ids: Tensor  # [S, MAX_BIASES] int32, all different
     biases: Tensor  # [S, MAX_BIASES] float32
@@ -75,7 +74,7 @@ def penalize_ref(
         batch.bias_ids[slots].long().masked_fill(unused, 0),
         batch.biases[slots].masked_fill(unused, 0.0),
     )
-    frequency, presence, repetition = batch.floats[slots][:, :, None, None].unbind(1)
+    frequency, presence, repetition = batch.floats[slots][:, :3, None, None].unbind(1)
     x = logits.float()
     x = torch.where(bias != 0, x + bias, x)
     repeated = torch.where(x > 0, x / repetition, x * repetition)
@@ -140,7 +139,8 @@ def penalize(
     _penalize[triton.cdiv(vocab, BLOCK), requests](
         logits, out, words, bias,
         None if drafts is None else drafts.ids, None if drafts is None else drafts.ancestors,
-        batch.slots, batch.floats, vocab, logits.stride(0), logits.stride(1), width,
+        batch.slots, batch.floats, vocab, logits.stride(0), logits.stride(1),
+        batch.floats.stride(0), width,
         IN_PROMPT=IN_PROMPT, BLOCK=BLOCK, TOKENS=triton.next_power_of_2(width),
         WORDS=mask_words(width), num_warps=4, **options,
     )  # fmt: skip
@@ -176,7 +176,7 @@ def _count_tokens(
 @jit
 def _penalize(
     logits, out, words, bias, drafts, ancestors, slots, floats,
-    vocab, request_stride, row_stride, num_tokens,
+    vocab, request_stride, row_stride, floats_stride, num_tokens,
     IN_PROMPT: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, WORDS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -190,7 +190,7 @@ def _penalize(
     word = tl.load(words + request * vocab + id, mask=inside, other=0)
     added = tl.load(bias + request * vocab + id, mask=inside, other=0.0)
     in_prompt, known = word >= IN_PROMPT, word & (IN_PROMPT - 1)
-    floats += tl.load(slots + request) * 3
+    floats += tl.load(slots + request) * floats_stride
     frequency, presence, repetition = tl.load(floats), tl.load(floats + 1), tl.load(floats + 2)
     drafted = 0
     if drafts is not None:  # few blocks have a drafted token

@@ -6,14 +6,22 @@ Unknown fields are refused with the nearest known name. Null means "not given" e
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any
+from dataclasses import fields
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    ValidationInfo,
+    create_model,
+    field_validator,
+    model_validator,
+)
 
 from forerun.core.errors import RequestError
-from forerun.core.grammar import KINDS
+from forerun.core.grammar import JSON_SCHEMA, STRUCTURAL_TAG
 from forerun.core.logprobs import MAX_TOP_LOGPROBS, LogprobParams
-from forerun.core.sampling_params import MAX_BIASES, SamplingParams
+from forerun.core.sampling_params import MAX_BIASES, SamplingParams, param_of
 from forerun.server.http.strict_model import (
     FirstError,
     Many,
@@ -62,9 +70,6 @@ def _few(biases: Any) -> Any:
     return biases
 
 
-Biases = Annotated[dict[str, float], BeforeValidator(_few)]  # by token id
-
-
 class StreamOptions(StrictModel):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None  # nothing is padded here
@@ -72,12 +77,30 @@ class StreamOptions(StrictModel):
 
 
 # Parameter → field of `SamplingParams`.
-_SAMPLING = {name: name for name in (
-    "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty",
-    "repetition_penalty", "logit_bias", "stop", "stop_token_ids", "ignore_eos",
-    "skip_special_tokens", "speculative", "max_draft_tokens", *KINDS,
-)} | {"seed": "sampling_seed", "min_tokens": "min_new_tokens"}  # fmt: skip
+_SAMPLING = {
+    known.openai or spec.name: spec.name
+    for spec in fields(SamplingParams)
+    if (known := param_of(spec)).openai is not None
+}
 _CHECKED = _SAMPLING.keys() - {"min_tokens"}  # alone; this one depends on max_tokens
+_IN_JSON: Mapping[str, Any] = {  # of types that are others there
+    "tuple[tuple[int, float], ...]": Annotated[dict[str, float], BeforeValidator(_few)],
+    "tuple[str, ...]": str | Many[str],
+    "tuple[int, ...]": Many[int],
+}
+
+
+def _json_fields() -> dict[str, Any]:
+    """Name → (type, field) of the parameters in `_SAMPLING`."""
+    hints, made = get_type_hints(SamplingParams), {}
+    for spec in fields(SamplingParams):
+        known, kind = param_of(spec), _IN_JSON.get(str(spec.type), hints[spec.name])
+        if spec.name in (JSON_SCHEMA, STRUCTURAL_TAG):  # as text or as an object
+            kind = str | dict[str, Any]
+        if known.openai is not None:
+            described = Field(None, description=known.description)
+            made[known.openai or spec.name] = (kind | None, described)
+    return made
 
 
 def sampling_params(
@@ -119,31 +142,21 @@ def refuse_invalid(value: Any, as_params: Callable[[Any], Mapping[str, Any]]) ->
         raise invalid(str(error)) from None
 
 
-class SamplingFields(Scheduled):
-    """What all requests say about how tokens are chosen."""
+if TYPE_CHECKING:
 
-    temperature: float | None = Field(None, description="0 is greedy; default 1")
-    top_p: float | None = None
-    seed: int | None = Field(None, description="Fixes the text, with any drafter or none")
-    stop: str | Many[str] | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    logit_bias: Biases | None = Field(None, description="Added to logits, by token id")
-    # Forerun's additions.
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: int | None = None
-    ignore_eos: bool | None = None
-    stop_token_ids: Many[int] | None = None
-    skip_special_tokens: bool | None = None
-    speculative: bool | None = Field(None, description="False: no drafts for this request")
-    max_draft_tokens: int | None = Field(None, description="Most drafts verified per step")
-    # What the output must match; one of them, or OpenAI's format.
-    json_schema: str | dict[str, Any] | None = None
-    regex: str | None = None
-    ebnf: str | None = None
-    structural_tag: str | dict[str, Any] | None = None
+    class _Fields(Scheduled):
+        """Those that are read by name."""
+
+        temperature: float | None = None
+        top_p: float | None = None
+        frequency_penalty: float | None = None
+        presence_penalty: float | None = None
+else:
+    _Fields = create_model("_Fields", __base__=Scheduled, **_json_fields())
+
+
+class SamplingFields(_Fields):
+    """What all requests say about how tokens are chosen: the table of `SamplingParams`."""
 
     @model_validator(mode="before")
     @classmethod
