@@ -32,6 +32,7 @@ class SamplingFlags:
     min_p: bool = False
     min_tokens: bool = False
     penalties: bool = False  # or logit biases
+    edits: tuple[str, ...] = ()  # of `penalties`: names of the parameters, sorted
     whole_rows: bool = False  # filters that may keep more than the best `MAX_OWN_TOP_K` tokens
 
     @classmethod
@@ -46,6 +47,7 @@ class SamplingFlags:
             min_p=any(p.min_p > 0 for p in sampled),
             min_tokens=any(bool(p.stop_ids) for p in batch),
             penalties=any(p.penalized for p in batch),
+            edits=tuple(sorted({name for p in batch if p.penalized for name in p.edits})),
             whole_rows=any(
                 p.top_k > MAX_OWN_TOP_K or (p.top_p < 1 and p.top_k < 1) for p in sampled
             ),
@@ -56,7 +58,7 @@ class SamplingFlags:
         flags = GREEDY
         if self.sampled or self.min_tokens:
             flags = SAMPLED_FROM_OWN if vocab_is_divided and not self.whole_rows else SAMPLED
-        return replace(flags, penalties=self.penalties)
+        return replace(flags, penalties=self.penalties, edits=self.edits)
 
 
 GREEDY = SamplingFlags()
@@ -135,6 +137,14 @@ def sample_ref(
     tokens = torch.where(greedy[..., None], gap, scores).argmin(-1)
     # The smallest gap is 0, except in invalid rows.
     return torch.where(gap.amin(-1) == 0, tokens, invalid)
+
+
+def without_stop_tokens(logits: Tensor, positions: Tensor, batch: SamplingBatch) -> Tensor:
+    """Masks stop ids as `sample` does, on a GPU in place; for edits that look at whole rows."""
+    if not use_triton(logits):
+        return _without_stop_tokens(logits, positions, batch)
+    mask_stop_tokens(logits.flatten(0, 1), positions.flatten(), batch)
+    return logits
 
 
 def _without_stop_tokens(logits: Tensor, positions: Tensor, batch: SamplingBatch) -> Tensor:

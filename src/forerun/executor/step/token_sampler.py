@@ -15,11 +15,15 @@ from forerun.kernels.sampling.penalties import penalize
 from forerun.models.base import CausalLM
 from forerun.sampling.across import sample_across, sample_by_rows
 from forerun.sampling.logprobs import LogprobQuery, LogprobRows, Logprobs
-from forerun.sampling.sampler import SamplingFlags, sample
+from forerun.sampling.sampler import SamplingFlags, sample, without_stop_tokens
 
 # Logits in float32 that are processed together, where more than sampling is done with them.
 GROUP_BYTES = 256 << 20
 MIN_ROWS_PER_RANK = 4  # from which dividing rows is faster than a gather, on two H100
+
+# Edits that follow penalties and masks, in this order, by the name of their parameter: in place, on
+# logits [B, W, V] float32 with the requests' values [B].
+EDITS: dict[str, Callable[[Tensor, Tensor], None]] = {}
 
 
 class TokenSampler:
@@ -101,11 +105,16 @@ class TokenSampler:
             token_ids = query.upload_ids(rows.device)
             kept = LogprobRows.of(logits[rows], query.num_top, token_ids)
         edited = logits
+        penalties = self.tables.penalties.gather(tokens.slots, self.tables.history)
         if shape.flags.penalties:
-            penalties = self.tables.penalties.gather(tokens.slots, self.tables.history)
             edited = penalize(logits, positions, penalties, tokens.path, shape.kv_len_ub)
         if tokens.masks is not None:
             mask_tokens(edited, tokens.masks)
+        if edits := [name for name in EDITS if name in shape.flags.edits]:
+            if shape.flags.min_tokens:
+                edited = without_stop_tokens(edited, positions, params)
+            for name in edits:
+                EDITS[name](edited, penalties.column(name))
         ids = sample(edited, positions, params, shape.flags)
         if kept is None or rows is None:
             return SampledTokens(ids)

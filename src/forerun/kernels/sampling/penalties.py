@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from forerun.core.sampling_params import columns_of
 from forerun.kernels.runtime.jit import jit, tl, triton, use_triton
 from forerun.kernels.runtime.pdl import pdl_options
 from forerun.kernels.speculation.tree import mask_words, unpack_bits
@@ -40,6 +41,10 @@ class PenaltyBatch:
     bias_ids: Tensor  # [S, MAX_BIASES] int32, all different
     biases: Tensor  # [S, MAX_BIASES] float32
     history: Tensor  # [S, positions] int32, token ids by position
+
+    def column(self, name: str) -> Tensor:
+        """[B] float32: the requests' values of a parameter that edits logits."""
+        return self.floats[self.slots, columns_of("logits").index(name)]
 
 
 @dataclass(frozen=True)
