@@ -35,7 +35,7 @@ KINDS: list[dict[str, Any]] = [
     {"temperature": 0.8, "top_p": 0.9, "frequency_penalty": 0.7, "logit_bias": {5: 3.0, 32: -2.0}},
     {"temperature": 0.0, "frequency_penalty": 1.8},
     {"temperature": 0.0},
-    {"temperature": 0.9, "repetition_penalty": 0.8, "logit_bias": {101: 2.5}},
+    {"temperature": 0.9, "repetition_penalty": 0.8, "logit_bias": {101: 2.5}, "top_n_sigma": 1.5},
     {"temperature": 0.0, "presence_penalty": -0.5, "min_new_tokens": 8},
 ]
 LOGPROBS = [
@@ -96,6 +96,20 @@ def values(logprobs: list[TokenLogprobs]) -> list[float]:
         for each in logprobs
         for value in (each.logprob, *(value for value, _ in each.top), *each.of_ids)
     ]
+
+
+def test_stop_ids_are_masked_before_rows_are_looked_at() -> None:
+    """Of the largest logit alone, a stop id that may not come yet would leave no token."""
+    stop, bias = 32, {"logit_bias": {32: 100.0}}
+    asked = SamplingParams(
+        temperature=1.0, sampling_seed=3, stop_token_ids=[stop], ignore_eos=True,  # type: ignore[arg-type]
+        min_new_tokens=5, max_new_tokens=9, top_n_sigma=1e-3, **bias,  # type: ignore[arg-type]
+    )  # fmt: skip
+    with golden_llm("DFLASH") as llm:
+        request = llm.engine.make_request(prompts()[0], asked)
+        run_together(llm.engine, [request], False)
+    assert request.finish is not None and request.finish.type == "stop"
+    assert len(request.output) == 6 and stop not in request.output[:5]
 
 
 @pytest.mark.covering(0, 2)

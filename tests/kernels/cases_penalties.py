@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from forerun.kernels.sampling import penalties
+from forerun.kernels.sampling import penalties, top_n_sigma
 from tests.kernels.compiled import Case
 
 CASES = [
+    Case(
+        "top-n-sigma",
+        top_n_sigma._keep_top_n_sigma,
+        {"logits": "*fp32", "n": "*fp32", "vocab": "i32", "width": "i32"},
+        {"UNITS": top_n_sigma.UNITS, "TINY": top_n_sigma.TINY, "BLOCK": top_n_sigma.BLOCK},
+        options={"num_warps": 4},
+        multiples=("vocab",),
+    ),
     Case(
         "count tokens",
         penalties._count_tokens,

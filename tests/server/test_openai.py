@@ -31,6 +31,10 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"sampling_seed": 11, "top_k": 5, "min_p": 0.05, "ignore_eos": True},
     ),
     (
+        {"seed": 12, "extra_body": {"top_n_sigma": 0.7, "ignore_eos": True}},
+        {"sampling_seed": 12, "top_n_sigma": 0.7, "ignore_eos": True},
+    ),
+    (
         {"seed": 2, "extra_body": {"min_tokens": 30, "stop_token_ids": [13, 29, 262]}},
         {"sampling_seed": 2, "min_new_tokens": 30, "stop_token_ids": [13, 29, 262]},
     ),
@@ -43,7 +47,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(
-    ("given", "params"), some_of(CASES, 3, 5, 6, 7, 8), ids=lambda case: "-".join(case)
+    ("given", "params"), some_of(CASES, 3, 5, 6, 7, 8, 9), ids=lambda case: "-".join(case)
 )
 def test_completions_equal_the_engine(
     server: LiveServer, llm: LLM, given: dict[str, Any], params: dict[str, Any]

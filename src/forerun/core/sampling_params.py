@@ -97,6 +97,11 @@ class LogitParams:
         1.0, "Above 1: less of the tokens in prompt and output",
         stage="logits", range=(POSITIVE, 2), must="be in (0, 2]", off=True,
     )  # fmt: skip
+    top_n_sigma: float = param(
+        -1.0, "Keep logits within this many standard deviations of the largest; -1: all",
+        stage="logits", range=(POSITIVE, MAX_FLOAT32),
+        must="be > 0, or -1 to switch it off, in float32",
+    )  # fmt: skip
     # (token id, bias); given as a mapping, whose keys may be strings of digits as in JSON.
     logit_bias: tuple[tuple[int, float], ...] = param(
         (), "TOKEN_ID:BIAS, added to the token's logit; may be repeated", stage="logits",
@@ -116,7 +121,7 @@ class LogitParams:
 
     def shared(self) -> dict[str, Any]:
         """Returns these parameters by name."""
-        return {spec.name: getattr(self, spec.name) for spec in fields(LogitParams)}
+        return {name: getattr(self, name) for name in _SHARED}
 
     def columns(self, stage: str) -> list[float]:
         """Returns the values of `columns_of(stage)`."""
@@ -130,6 +135,7 @@ def columns_of(stage: str) -> tuple[str, ...]:
     return tuple(spec.name for spec in known if param_of(spec).stage == stage)
 
 
+_SHARED = tuple(spec.name for spec in fields(LogitParams))
 _EDITS = tuple(spec.name for spec in fields(LogitParams) if param_of(spec).stage == "logits")
 _edits_of = attrgetter(*_EDITS)
 _NO_EDITS = _edits_of(LogitParams())
@@ -145,6 +151,9 @@ class SamplingParams(LogitParams):
         logit += bias
         logit = logit / repetition if logit > 0 else logit * repetition   if c > 0 or in the prompt
         logit -= frequency * c + presence * (c > 0)
+
+    Of what masks and these leave, `top_n_sigma` keeps the logits >= largest - n * sigma; sigma is
+    the standard deviation of the finite logits (Tang et al. 2024, arXiv 2411.07641).
 
     Filters follow, in the order temperature, top-k, top-p, min-p. Temperature 0 is greedy.
     `sampling_seed` fixes the text: the noise is keyed by (seed, position), so it is the same with

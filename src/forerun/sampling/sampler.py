@@ -39,15 +39,15 @@ class SamplingFlags:
     def of(cls, params: Iterable[SlotSampling]) -> SamplingFlags:
         """The operations that a batch of requests needs."""
         batch = list(params)
-        sampled = [p for p in batch if not p.greedy]
+        sampled, edited = [p for p in batch if not p.greedy], [p for p in batch if p.penalized]
         return cls(
             sampled=bool(sampled),
             top_k=any(p.top_k > 0 for p in sampled),
             top_p=any(p.top_p < 1 for p in sampled),
             min_p=any(p.min_p > 0 for p in sampled),
             min_tokens=any(bool(p.stop_ids) for p in batch),
-            penalties=any(p.penalized for p in batch),
-            edits=tuple(sorted({name for p in batch if p.penalized for name in p.edits})),
+            penalties=bool(edited),
+            edits=tuple(sorted({name for p in edited for name in p.edits})),
             whole_rows=any(
                 p.top_k > MAX_OWN_TOP_K or (p.top_p < 1 and p.top_k < 1) for p in sampled
             ),

@@ -12,6 +12,7 @@ from forerun.executor.step.inputs import SampledTokens, SampleInput, StepShape
 from forerun.executor.step.slot_tables import SlotTables
 from forerun.kernels.sampling.bitmask import mask_tokens
 from forerun.kernels.sampling.penalties import penalize
+from forerun.kernels.sampling.top_n_sigma import keep_top_n_sigma
 from forerun.models.base import CausalLM
 from forerun.sampling.across import sample_across, sample_by_rows
 from forerun.sampling.logprobs import LogprobQuery, LogprobRows, Logprobs
@@ -23,7 +24,7 @@ MIN_ROWS_PER_RANK = 4  # from which dividing rows is faster than a gather, on tw
 
 # Edits that follow penalties and masks, in this order, by the name of their parameter: in place, on
 # logits [B, W, V] float32 with the requests' values [B].
-EDITS: dict[str, Callable[[Tensor, Tensor], None]] = {}
+EDITS: dict[str, Callable[[Tensor, Tensor], None]] = {"top_n_sigma": keep_top_n_sigma}
 
 
 class TokenSampler:
