@@ -4,6 +4,7 @@ that of plain decoding."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,17 @@ LONGEST = max(CASES, key=lambda case: len(case["prompt"]))["prompt"]
 SEED = 7
 
 
-@pytest.fixture(scope="module")
-def plain() -> list[list[list[int]]]:
+@cache
+def plain_texts() -> list[list[list[int]]]:
+    """Plain decoding of the prompts, greedy and sampled."""
     with golden_llm() as llm:
         runs = [llm.generate(input_ids=PROMPTS, sampling_params=rules(s)) for s in (False, True)]
     return [[out.output_ids for out in run] for run in runs]
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[list[list[int]]]:
+    return plain_texts()
 
 
 # --- proposals ------------------------------------------------------------------------------
@@ -202,25 +209,38 @@ def alternate_widths(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+def hold_any_width(
+    start: Callable[..., LLM],
+    monkeypatch: pytest.MonkeyPatch,
+    plain: list[list[list[int]]] | None = None,
+) -> None:
+    """Holds the drafts of 5 steps equal at every width; with `plain`, also the texts to it."""
+    drafts: list[dict[int, list[int]]] = []
+    for adaptive in (False, True):
+        with start(speculative_num_steps=5, speculative_adaptive=adaptive) as llm:
+            if adaptive:
+                alternate_widths(llm, monkeypatch)
+            seen = recorded(llm, monkeypatch)
+            llm.generate(input_ids=LONGEST, sampling_params={**GREEDY, "max_new_tokens": 64})
+            drafts.append(dict(seen))
+            for sampled in (False, True) if plain is not None else ():
+                outs = llm.generate(input_ids=PROMPTS, sampling_params=rules(sampled))
+                assert [o.output_ids for o in outs] == plain[sampled]
+            llm.close()  # a step may still be in flight
+            llm.engine.check()
+    full, some = drafts
+    common = full.keys() & some.keys()
+    assert len(common) > 3 and {len(some[at]) for at in common} == {1, 3, 5}
+    assert all(some[at] == full[at][: len(some[at])] for at in common)
+
+
 @pytest.mark.covering(0, 2)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_width_does_not_change_the_drafts(
     name: str, chain_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The draft's K/V is complete after plain steps in between."""
-    drafts: list[dict[int, list[int]]] = []
-    for adaptive in (False, True):
-        own = {"speculative_num_steps": 5, "speculative_adaptive": adaptive, **EAGER}
-        with chain_llm(name, **own) as llm:
-            if adaptive:
-                alternate_widths(llm, monkeypatch)
-            seen = recorded(llm, monkeypatch)
-            llm.generate(input_ids=LONGEST, sampling_params={**GREEDY, "max_new_tokens": 64})
-            drafts.append(dict(seen))
-    full, some = drafts
-    common = full.keys() & some.keys()
-    assert len(common) > 3 and {len(some[start]) for start in common} == {1, 3, 5}
-    assert all(some[start] == full[start][: len(some[start])] for start in common)
+    hold_any_width(partial(chain_llm, name, **EAGER), monkeypatch)
 
 
 @pytest.mark.covering(0, 2)

@@ -3,7 +3,7 @@ accepted."""
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from forerun.evals.word_problems import problems
 from forerun.layers.linear import LinearBase, QKVLinear
 from forerun.models.draft_base import quantize_draft
 from tests.engine.test_algorithms import PROMPTS, rules
+from tests.engine.test_chain_drafts import plain_texts
 from tests.engine.test_gemma4_assistant import assisted, prompts, root, shared_kv  # noqa: F401
 from tests.golden_engine import GOLDEN, golden_llm
 from tests.models.support import CPU_F32
@@ -31,13 +32,6 @@ def folder_of(name: str, drafts: dict[str, Path]) -> str:
     return str(drafts.get(name, GOLDEN / "draft"))
 
 
-@cache
-def plain() -> list[list[list[int]]]:
-    with golden_llm() as llm:
-        runs = [llm.generate(input_ids=PROMPTS, sampling_params=rules(s)) for s in (False, True)]
-    return [[out.output_ids for out in run] for run in runs]
-
-
 @pytest.mark.parametrize("settings", [QUANTIZED, KEPT, QUANTIZED | KEPT], ids=["w", "kv", "both"])
 @pytest.mark.parametrize("name", NAMES)
 def test_output_equals_plain_decoding(
@@ -48,7 +42,7 @@ def test_output_equals_plain_decoding(
         for sampled in (False, True):
             for _ in ("cold", "warm"):
                 outs = llm.generate(input_ids=PROMPTS, sampling_params=rules(sampled))
-                assert [o.output_ids for o in outs] == plain()[sampled]
+                assert [o.output_ids for o in outs] == plain_texts()[sampled]
         assert max(max(o.meta_info["spec_accept_lengths"]) for o in outs) > 1
         draft = llm.engine.executor.step.draft_attention
         assert draft is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ from transformers import LlamaConfig
 
 from forerun.sampling.noise import gumbel_argmax, seed_key
 from tests import chain_models as models
-from tests.engine.test_algorithms import GREEDY, PROMPTS, rules
-from tests.engine.test_chain_drafts import LONGEST, alternate_widths, recorded
+from tests.engine.test_algorithms import GREEDY
+from tests.engine.test_chain_drafts import LONGEST, hold_any_width, plain_texts, recorded
 from tests.engine.test_matrix import hold
 from tests.golden_engine import CASES, golden_llm
 from tests.models.nextn_oracle import Oracle, chain
@@ -127,27 +128,9 @@ def test_the_width_does_not_change_drafts_or_output(
     overlap_depth: int, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Deferred plain steps are observed with the positions before them."""
-    with golden_llm() as plain:
-        want = [plain.generate(input_ids=PROMPTS, sampling_params=rules(s)) for s in (False, True)]
-    drafts: list[dict[int, list[int]]] = []
-    for adaptive in (False, True):
-        own = {"speculative_num_steps": 5, "speculative_adaptive": adaptive}
-        own |= {"speculative_draft_model_path": str(folder), "disable_cuda_graph": True}
-        with golden_llm("NEXTN", overlap_depth=overlap_depth, **own) as llm:
-            if adaptive:
-                alternate_widths(llm, monkeypatch)
-            seen = recorded(llm, monkeypatch)
-            llm.generate(input_ids=LONGEST, sampling_params={**GREEDY, "max_new_tokens": 64})
-            drafts.append(dict(seen))
-            for sampled in (False, True):
-                outs = llm.generate(input_ids=PROMPTS, sampling_params=rules(sampled))
-                assert [o.output_ids for o in outs] == [o.output_ids for o in want[sampled]]
-            llm.close()
-            llm.engine.check()
-    full, some = drafts
-    common = full.keys() & some.keys()
-    assert len(common) > 3 and {len(some[start]) for start in common} == {1, 3, 5}
-    assert all(some[start] == full[start][: len(some[start])] for start in common)
+    own = {"speculative_draft_model_path": str(folder), "disable_cuda_graph": True}
+    start = partial(golden_llm, "NEXTN", overlap_depth=overlap_depth, **own)
+    hold_any_width(start, monkeypatch, plain_texts())
 
 
 def test_there_are_as_many_drafts_as_layers_by_default(tmp_path: Path) -> None:

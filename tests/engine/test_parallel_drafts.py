@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from transformers import LlamaConfig
 from forerun.core.errors import ConfigError
 from forerun.sampling.noise import gumbel_argmax, seed_key
 from tests import chain_models as models
-from tests.engine.test_algorithms import GREEDY, PROMPTS, rules
-from tests.engine.test_chain_drafts import LONGEST, alternate_widths, recorded
+from tests.engine.test_algorithms import GREEDY
+from tests.engine.test_chain_drafts import LONGEST, hold_any_width, plain_texts, recorded
 from tests.engine.test_chain_settings import with_tokenizer
 from tests.engine.test_matrix import hold
 from tests.golden_engine import golden_llm
@@ -122,27 +123,9 @@ def test_output_equals_plain_decoding(
 def test_the_width_does_not_change_drafts_or_output(
     name: str, overlap_depth: int, folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with golden_llm() as plain:
-        want = [plain.generate(input_ids=PROMPTS, sampling_params=rules(s)) for s in (False, True)]
-    drafts: list[dict[int, list[int]]] = []
-    for adaptive in (False, True):
-        own = {"speculative_num_steps": 5, "speculative_adaptive": adaptive}
-        own |= {"speculative_draft_model_path": str(folders[name]), "disable_cuda_graph": True}
-        with golden_llm(name, overlap_depth=overlap_depth, **own) as llm:
-            if adaptive:
-                alternate_widths(llm, monkeypatch)
-            seen = recorded(llm, monkeypatch)
-            llm.generate(input_ids=LONGEST, sampling_params={**GREEDY, "max_new_tokens": 64})
-            drafts.append(dict(seen))
-            for sampled in (False, True):
-                outs = llm.generate(input_ids=PROMPTS, sampling_params=rules(sampled))
-                assert [o.output_ids for o in outs] == [o.output_ids for o in want[sampled]]
-            llm.close()
-            llm.engine.check()
-    full, some = drafts
-    common = full.keys() & some.keys()
-    assert len(common) > 3 and {len(some[start]) for start in common} == {1, 3, 5}
-    assert all(some[start] == full[start][: len(some[start])] for start in common)
+    own = {"speculative_draft_model_path": str(folders[name]), "disable_cuda_graph": True}
+    start = partial(golden_llm, name, overlap_depth=overlap_depth, **own)
+    hold_any_width(start, monkeypatch, plain_texts())
 
 
 @pytest.mark.parametrize("name", NAMES)

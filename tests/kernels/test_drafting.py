@@ -15,6 +15,7 @@ from forerun.layers.communication import WeightPlacement
 from forerun.models.heads import correlator, markov, selector
 from forerun.models.heads import gru as domino
 from forerun.models.heads.base import Block, BodySizes, DraftHead, HeadConfig
+from tests.models.head_parts import Vocabulary, best
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -143,31 +144,6 @@ HEADS: Mapping[str, tuple[HeadConfig, Mapping[str, Any]]] = {
 }
 
 
-class Vocabulary:
-    """Random embedding and LM head."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.embedding = _random(VOCAB, HIDDEN, device=device, seed=3)
-        self.lm_head = _random(VOCAB, HIDDEN, device=device, seed=4)
-
-    def embed(self, input_ids: Tensor) -> Tensor:
-        return self.embedding[input_ids]
-
-    def compute_logits(self, hidden_states: Tensor) -> Tensor:
-        return hidden_states @ self.lm_head.T
-
-    def compute_argmax(self, hidden_states: Tensor) -> Tensor:
-        return self.compute_logits(hidden_states).argmax(-1)
-
-    def to_target_ids(self, draft_ids: Tensor) -> Tensor:
-        return draft_ids
-
-
-def _best(scores: Tensor, first: int, columns: Tensor | None = None) -> Tensor:
-    chosen = scores.argmax(-1)
-    return chosen if columns is None else columns.gather(-1, chosen.unsqueeze(-1)).squeeze(-1)
-
-
 @pytest.mark.parametrize("name", HEADS)
 def test_a_head_drafts_the_same_with_kernels(
     name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
@@ -178,7 +154,9 @@ def test_a_head_drafts_the_same_with_kernels(
     for i, weight in enumerate(head.weights().values()):
         weight.copy_(_random(*weight.shape, device=device, seed=10 + i) * 0.4)
     head.prepare()
-    vocabulary = Vocabulary(device)
+    vocabulary = Vocabulary(
+        _random(VOCAB, HIDDEN, device=device, seed=3), _random(VOCAB, HIDDEN, device=device, seed=4)
+    )
     for seed in range(5):
         block = Block(
             hidden=_random(BATCH, ROWS, HIDDEN, device=device, seed=100 + seed),
@@ -189,11 +167,11 @@ def test_a_head_drafts_the_same_with_kernels(
             greedy=True,
             context=_random(BATCH, HIDDEN, device=device, seed=200 + seed),
         )
-        fused = head.propose(block, vocabulary, _best)
+        fused = head.propose(block, vocabulary, best)
         with monkeypatch.context() as patch:
             for module in (selector, domino, correlator, markov, top_columns, gru):
                 patch.setattr(module, "use_triton", lambda tensor: False)
-            plain = head.propose(block, vocabulary, _best)
+            plain = head.propose(block, vocabulary, best)
         assert torch.equal(fused.tokens, plain.tokens)
         assert (fused.confidence is None) == (plain.confidence is None)
 

@@ -17,35 +17,11 @@ from forerun.models.heads.correlator import LiLiCorrConfig, LiLiCorrHead
 from forerun.models.heads.markov import MarkovConfig
 from forerun.models.heads.refiner import XPressConfig, XPressHead
 from forerun.models.heads.selector import SelectorConfig
+from tests.models.head_parts import Vocabulary, best
 
 V, H, ROWS, BATCH = 40, 12, 5, 3
 SIZES = BodySizes(H, V, V, ROWS, 1e-6)
 PLACE = WeightPlacement(torch.float32, torch.device("cpu"))
-
-
-class Vocabulary:
-    """Random embedding and LM head."""
-
-    def __init__(self) -> None:
-        self.embedding, self.lm_head = torch.randn(V, H), torch.randn(V, H)
-
-    def embed(self, input_ids: Tensor) -> Tensor:
-        return self.embedding[input_ids]
-
-    def compute_logits(self, hidden_states: Tensor) -> Tensor:
-        return hidden_states @ self.lm_head.T
-
-    def compute_argmax(self, hidden_states: Tensor) -> Tensor:
-        return self.compute_logits(hidden_states).argmax(-1)
-
-    def to_target_ids(self, draft_ids: Tensor) -> Tensor:
-        return draft_ids
-
-
-def best(scores: Tensor, first: int, columns: Tensor | None = None) -> Tensor:
-    """`Draw` of greedy requests."""
-    chosen = scores.argmax(-1)
-    return chosen if columns is None else columns.gather(-1, chosen.unsqueeze(-1)).squeeze(-1)
 
 
 def filled(head: Any) -> Any:
@@ -71,7 +47,7 @@ def block(depth: int = ROWS - 1, first: int = 1) -> Block:
 
 def propose(head: DraftHead, given: Block) -> tuple[Proposal, Vocabulary]:
     torch.manual_seed(9)
-    vocabulary = Vocabulary()
+    vocabulary = Vocabulary(torch.randn(V, H), torch.randn(V, H))
     return head.propose(given, vocabulary, best), vocabulary
 
 

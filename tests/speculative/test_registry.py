@@ -203,3 +203,9 @@ def test_names_of_the_field_for_one_algorithm(name: str) -> None:
     assert name.upper() not in table.names()
     with pytest.raises(ConfigError, match="reserved"):
         table.register(name.upper(), Toy)
+
+
+def test_joined_algorithms_treat_the_draft_as_the_first_does() -> None:
+    joined, first = map(registry.get_algorithm, ("DFLASH,SUFFIX", "DFLASH"))
+    for name in ("bundled_draft", "shards_draft", "quantizes_draft"):
+        assert getattr(joined, name) == getattr(first, name)

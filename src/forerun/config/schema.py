@@ -1,8 +1,8 @@
 """What Forerun reads of a checkpoint's JSON files: keys, their types and their ranges.
 
-Files are compared with these once, when they are read (`checked`); after that nobody asks whether
-a number is one. A key that is absent or null has its default, and keys that are not named here are
-let through. Numbers are bounded where the time or memory of reading a config grows with them.
+Files are validated once, when they are read (`checked`); later code relies on types and ranges. A
+key that is absent or null has its default, and keys that are not named here are let through.
+Numbers are bounded where the time or memory of reading a config grows with them.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class DFlashConfig(DraftConfig):
         return replace(self, sample_from_anchor=from_anchor, layout_contradicts=contradicts)
 
     def drafts_of(self, rows: int) -> int:
-        """Tokens that a block of so many rows proposes."""
+        """Tokens that a block of `rows` rows proposes."""
         last = self.head is None or self.head.last_row_predicts
         return rows if self.sample_from_anchor and last else rows - 1
 

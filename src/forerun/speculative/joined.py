@@ -37,7 +37,8 @@ NO_TOKEN = -1
 def join(first: type[SpeculativeAlgorithm], second: type[SpeculativeAlgorithm]) -> type[Joined]:
     """The class of two algorithms together; only the first may have a draft model."""
     both = (first, second)
-    body = {"parts": both, "bundled_draft": first.bundled_draft, "shards_draft": first.shards_draft}
+    of_draft = ("bundled_draft", "shards_draft", "quantizes_draft")
+    body = {"parts": both} | {name: getattr(first, name) for name in of_draft}
     return type(f"{first.__name__}And{second.__name__}", (Joined,), body)
 
 

@@ -230,7 +230,7 @@ def combine(partials: Tensor, dtype: torch.dtype) -> Tensor:
 
 @jit
 def pairs_of_tile(pairs, tiles, max_tiles, tile, rows, BLOCK_M: tl.constexpr):
-    """(mask, pairs) [BLOCK_M] of an expert's tile with so many rows."""
+    """(mask, pairs) [BLOCK_M] of an expert's tile of `rows` rows."""
     m = tl.arange(0, BLOCK_M)
     m_mask = m < rows
     return m_mask, tl.load(pairs + tl.load(tiles + max_tiles + tile) + m, mask=m_mask, other=0)

@@ -128,18 +128,18 @@ class DominoHead(DraftHead):
         token, tokens = block.anchor, []
         for i in range(block.depth):
             state = self.prefix_gru(vocabulary.embed(token).to(hidden.dtype), state)
-            scores, own = pooled[:, i : i + 1], None if pool is None else pool.unsqueeze(1)
             if i < self._config.pure_prefix:
                 token = draw(base[:, i : i + 1], i).squeeze(1)
             else:
                 inner = F.silu(torch.addmm(of_hidden[:, i], state, of_state))
                 if fused:
                     assert pool is not None
-                    token = best_in_pool(pooled[:, i], inner, pool, readout)
-                    token = vocabulary.to_target_ids(token)
+                    column = best_in_pool(pooled[:, i], inner, pool, readout)
+                    token = vocabulary.to_target_ids(column)
                 else:
                     rows = readout if pool is None else readout[pool]
-                    scores = scores + (inner.unsqueeze(1) @ rows.mT)
+                    scores = pooled[:, i : i + 1] + inner.unsqueeze(1) @ rows.mT
+                    own = None if pool is None else pool.unsqueeze(1)
                     token = draw(scores, i, own).squeeze(1)
             tokens.append(token)
         return Proposal(torch.stack(tokens, 1))

@@ -1,0 +1,30 @@
+"""What tests of drafting heads stand in for a draft model and its sampler with."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+class Vocabulary:
+    """An embedding and an LM head, [V, H] each."""
+
+    def __init__(self, embedding: Tensor, lm_head: Tensor) -> None:
+        self.embedding, self.lm_head = embedding, lm_head
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        return self.embedding[input_ids]
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        return hidden_states @ self.lm_head.T
+
+    def compute_argmax(self, hidden_states: Tensor) -> Tensor:
+        return self.compute_logits(hidden_states).argmax(-1)
+
+    def to_target_ids(self, draft_ids: Tensor) -> Tensor:
+        return draft_ids
+
+
+def best(scores: Tensor, first: int, columns: Tensor | None = None) -> Tensor:
+    """`Draw` of greedy requests."""
+    chosen = scores.argmax(-1)
+    return chosen if columns is None else columns.gather(-1, chosen.unsqueeze(-1)).squeeze(-1)
