@@ -155,6 +155,17 @@ def test_the_groups_are_not_parameters_of_the_command() -> None:
     assert "page_size" in names
 
 
+def test_a_switch_that_is_decided_later_can_be_turned_on_and_off(toy) -> None:
+    name = "enable_deterministic_inference"
+    flag, off = "--enable-deterministic-inference", "--no-enable-deterministic-inference"
+    given = ([], [flag], [off], [flag, off])
+    assert [toy("w", *args)["engine"] for args in given] == [
+        {}, {name: True}, {name: False}, {name: False},
+    ]  # fmt: skip
+    for values in ({}, {name: True}, {name: False}):
+        assert EngineConfig.of(values, {}).enable_deterministic_inference == values.get(name)
+
+
 def test_help_shows_the_no_form_of_a_switch_that_is_on(monkeypatch, capsys) -> None:
     seen: list[Values] = []
 

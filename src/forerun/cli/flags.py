@@ -43,24 +43,27 @@ class Flag:
         return "--" + self.name.replace("_", "-")
 
     @property
-    def is_on(self) -> bool:
-        """A switch that is on by default and is turned off by `--no-...`."""
-        return self.type is bool and bool(self.default)
+    def has_off(self) -> bool:
+        """A switch that `--no-...` turns off: it is on by default, or what it is is decided later
+        (None)."""
+        return self.type is bool and self.default is not False
 
     def parameters(self) -> list[inspect.Parameter]:
-        """Makes typer's parameters. Of a switch that is on, help lists `--no-...` alone: both names
-        would not fit on a terminal of 80 columns."""
+        """Makes typer's parameters. Of a switch that is on, help lists `--no-...` alone, and of one
+        that is decided later the other: both names would not fit on a terminal of 80 columns."""
+        off, is_on = f"--no-{self.spelling[2:]}", self.type is bool and self.default is True
         option = typer.Option(
-            f"--no-{self.spelling[2:]}" if self.is_on else self.spelling,
-            help=f"Turn off (default: on): {self.help}" if self.is_on else self.help,
+            off if is_on else self.spelling,
+            help=f"Turn off (default: on): {self.help}" if is_on else self.help,
             rich_help_panel=self.panel,
             show_default=self.type is not bool,
         )
-        if self.is_on:
-            accepted = typer.Option(self.spelling, hidden=True)
+        if self.has_off:
+            accepted = typer.Option(self.spelling if is_on else off, hidden=True)
+            shown, hidden = (OFF, "") if is_on else ("", OFF)
             return [
-                _keyword(OFF + self.name, False, Annotated[bool, option]),
-                _keyword(self.name, False, Annotated[bool, accepted]),
+                _keyword(shown + self.name, False, Annotated[bool, option]),
+                _keyword(hidden + self.name, False, Annotated[bool, accepted]),
             ]
         kind = self.type | None if self.default is None else self.type
         return [_keyword(self.name, self.default, Annotated[kind, option])]
@@ -68,8 +71,8 @@ class Flag:
     def take(self, values: Values) -> Any:
         """Takes its value out of the parsed command line."""
         value = values.pop(self.name)
-        if self.is_on:
-            return not values.pop(OFF + self.name)
+        if self.has_off:
+            return False if values.pop(OFF + self.name) else value or self.default
         return self.parse(value) if self.parse is not None and value != self.default else value
 
 

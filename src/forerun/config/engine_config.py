@@ -175,6 +175,11 @@ class EngineConfig:
     otlp_traces_endpoint: str = _setting(
         "localhost:4317", "OTLP collector (gRPC, unless OTEL_EXPORTER_OTLP_PROTOCOL says HTTP)"
     )
+    enable_deterministic_inference: bool | None = _setting(
+        None,
+        "A token's logits depend on the tokens before it alone, to the last bit: not on the batch,"
+        " drafts, chunks, pages or cache; default: where that costs at most 3 %",
+    )
     random_seed: int = _setting(0, "Seed of requests without a sampling_seed")
     log_level: str = _setting(
         "warning", "Level of Python's logging", ("debug", "info", "warning", "error", "critical")
