@@ -70,7 +70,9 @@ def flags_of(command: str) -> set[str]:
 
 
 def test_the_reference_lists_every_engine_flag() -> None:
-    spelled = {f"--no-{f.spelling[2:]}" if f.default is True else f.spelling for f in engine_flags()}
+    spelled = {
+        f"--no-{f.spelling[2:]}" if f.default is True else f.spelling for f in engine_flags()
+    }
     assert sorted(listed("Flags")) == sorted(spelled)
 
 
