@@ -55,6 +55,7 @@ def poison_on_release(llm: LLM) -> None:
         tables.kv_len[slot] = 2**30
         tables.last_token[slot] = 2**30
         tables.history[slot] = 2**30
+        tables.tenants[slot] = 2**30
         tables.page_table[slot] = 2**30
         tables.window_table[slot] = 2**30
         for state in tables.states:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from forerun import LLM
-from forerun.core.errors import ConfigError
+from forerun.core.errors import ConfigError, RequestError
 from tests.golden_engine import CASES, GOLDEN, golden_llm
 
 PROMPT, OTHER = CASES[0]["prompt"], CASES[1]["prompt"]
@@ -39,6 +39,61 @@ def test_the_oldest_texts_make_room() -> None:
         assert tokens_per_step(llm, PROMPT) > first
         tokens_per_step(llm, OTHER)
         assert tokens_per_step(llm, PROMPT) == first
+
+
+Answers = list[tuple[list[int], list[int]]]  # tokens, and how many each step committed
+
+
+def answers(llm: LLM, tenants: list[int]) -> Answers:
+    """Those of a batch, one request a tenant; all ask the same."""
+    prompts = [PROMPT] * len(tenants)
+    out = llm.generate(input_ids=prompts, sampling_params=GREEDY, tenant=tenants)
+    return [(each.output_ids, each.meta_info["spec_accept_lengths"]) for each in out]
+
+
+@pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
+def test_a_tenant_is_as_fast_as_if_it_were_alone(overlap_depth: int) -> None:
+    """Whoever else asked the same, before it or in the same batch."""
+    settings = {"overlap_depth": overlap_depth, "disable_radix_cache": True}
+    apart = {**settings, "speculative_suffix_per_key": True}
+    with golden_llm(**settings) as llm:
+        text = answers(llm, [0])[0][0]
+    alone = []
+    for tenant in (0, 7):
+        with golden_llm("SUFFIX", **apart) as llm:
+            alone.append([answers(llm, [tenant])[0] for _ in range(3)])
+    first, second, third = alone[0]
+    assert alone[0] == alone[1] and len(first[1]) > 3 * len(second[1])
+    with golden_llm("SUFFIX", **apart) as llm:
+        found = [answers(llm, tenants) for tenants in ([1], [2, 1], [0, 2, 2**31 - 1], [2, 0, 1])]
+    assert found == [[first], [first, second], [first, second, first], [third, second, third]]
+    assert {tuple(each[0]) for batch in found for each in batch} == {tuple(text)}
+
+
+def test_by_default_tenants_share_their_texts() -> None:
+    with golden_llm("SUFFIX", disable_radix_cache=True) as llm:
+        first, second = answers(llm, [1])[0], answers(llm, [2])[0]
+    assert first[0] == second[0] and len(first[1]) > 3 * len(second[1])
+
+
+def test_tenants_are_kept_apart_in_joined_drafts() -> None:
+    with golden_llm("DFLASH,SUFFIX", speculative_suffix_per_key=True) as llm:
+        first, second, other = (answers(llm, [tenant])[0] for tenant in (1, 1, 2))
+    assert first == other and first[0] == second[0] and len(second[1]) < len(first[1])
+
+
+@pytest.mark.parametrize(
+    ("tenant", "message"),
+    [
+        (-1, "tenant must be in \\[0, 2147483647\\], got -1"),
+        (2**31, "tenant must be in"),
+        ("alice", "tenant must be an integer"),
+    ],
+    ids=str,
+)
+def test_a_tenant_is_a_number(tenant: object, message: str) -> None:
+    with golden_llm() as llm, pytest.raises(RequestError, match=message):
+        llm.generate(input_ids=PROMPT, tenant=tenant)
 
 
 @pytest.mark.parametrize(

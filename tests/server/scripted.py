@@ -82,6 +82,7 @@ class ScriptedEngine:
         self.num_requests = 0
         self.prompts: list[str] = []  # in the chat template
         self.params: list[SamplingParams] = []
+        self.tenants: list[int] = []
         self.grammars: list[Grammar] = []  # that were compiled; scripts may not follow them
         self._text, self._scripts, self._step = text, list(scripts), step
         self._tasks: list[asyncio.Task[None]] = []
@@ -106,6 +107,7 @@ class ScriptedEngine:
         for generation in call.generations:
             ids = list(generation.record.prompt)
             self.params.append(generation.params)
+            self.tenants.append(generation.scheduling.tenant)
             self.prompts.append(self._text.tokenizer.decode(ids))
             running = self._run(call, generation, self._scripts.pop(0))
             self._tasks.append(asyncio.ensure_future(running))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -305,6 +306,44 @@ def test_a_rid_clashes_with_those_of_the_same_key_only(
         assert answer.json()["meta_info"]["id"] == "r"
     else:
         assert "A request with id 'r' is running already" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("secret", "tenant"), [("k", 1), ("a-key", 3), ("b-key", 4), ("adm", 2)], ids=str
+)
+def test_requests_of_a_key_are_those_of_a_tenant(keys: Path, secret: str, tenant: int) -> None:
+    given = {"api_key_file": str(keys), "api_key": "k", "admin_api_key": "adm"}
+    app = Scripted(tokenizer(templates.QWEN3), "Yes.", **given)
+    answer = app.post("/generate", b'{"text": "x"}', Authorization=f"Bearer {secret}")
+    assert answer.status_code == 200, answer.text
+    assert app.engine.tenants == [tenant]
+
+
+def test_no_request_chooses_its_tenant(keys: Path) -> None:
+    for path, prompt in (("/generate", "text"), ("/v1/completions", "prompt")):
+        app = Scripted(tokenizer(templates.QWEN3), api_key_file=str(keys))
+        body = json.dumps({prompt: "x", "tenant": 2}).encode()
+        answer = app.post(path, body, Authorization="Bearer a-key")
+        assert answer.status_code == 400
+        assert "Unknown parameter 'tenant'" in answer.json()["error"]["message"]
+    app = Scripted(tokenizer(templates.QWEN3), "Yes.")  # without keys
+    assert app.post("/generate", b'{"text": "x"}').status_code == 200
+    assert app.engine.tenants == [0]
+
+
+def test_a_tenant_keeps_its_number_and_none_is_given_twice(keys: Path) -> None:
+    all_keys = ApiKeys(None, None, str(keys))
+
+    def tenants(*secrets: bytes) -> list[int]:
+        return [key.tenant for secret in secrets if (key := all_keys.find(secret))]
+
+    assert tenants(b"a-key", b"b-key") == [1, 2]
+    keys.write_text("carol c-key\nbob b-new-key\n")
+    all_keys.reload()
+    assert tenants(b"c-key", b"b-new-key", b"a-key") == [3, 2]
+    keys.write_text("alice a-key\ndan d-key\n")
+    all_keys.reload()
+    assert tenants(b"a-key", b"d-key") == [1, 4]
 
 
 def post(app: Any, secret: str, body: Any) -> httpx.Response:

@@ -12,11 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import cache
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.server.equality import Question, answer, compare, questions
+from tests.server.equality import TEXTS, Question, answer, compare, questions
 from tests.server.support import ENGINE, LiveServer, flags
 
 pytest.importorskip("xgrammar")
@@ -56,6 +57,8 @@ ALGORITHMS: dict[str | None, dict[str, Any]] = {
     "DFLASH": {},
     "EAGLE3": {},
     "NGRAM": {},
+    "SUFFIX": {},
+    "DFLASH,SUFFIX": {"speculative_suffix_per_key": True},
     "DDTREE": {"speculative_ddtree_budget": 12},
 }
 CELLS: list[Cell] = list(product(ALGORITHMS, (True, False)))
@@ -116,6 +119,27 @@ def test_pairs_of_options_with_every_drafter(cell: Cell) -> None:
     want = reference()[CELLS.index(cell) % 3 :: 3]
     with start(cell) as live:
         hold(live, want)
+
+
+@pytest.mark.exhaustive
+def test_keys_share_no_texts_for_drafts(tmp_path: Path) -> None:
+    """A key's first request is as slow as on a new server, and its second one is fast."""
+    keys = tmp_path / "keys"
+    keys.write_text("alice a-key\nbob b-key\n")
+    drafts = {"speculative_algorithm": "SUFFIX", "speculative_suffix_per_key": True}
+    settings = {**OVERLAP, **drafts, "disable_radix_cache": True, "api_key_file": str(keys)}
+    body = {"text": TEXTS[2], "sampling_params": {"temperature": 0, "max_new_tokens": 60}}
+
+    def lengths(live: LiveServer, key: str) -> list[int]:
+        headers = {"Authorization": f"Bearer {key}"}
+        answered = live.http.post("/generate", json=body, headers=headers).raise_for_status()
+        found: list[int] = answered.json()["meta_info"]["spec_accept_lengths"]
+        return found
+
+    with LiveServer(*flags(**settings), key="a-key") as live:
+        of_alice = [lengths(live, "a-key") for _ in range(2)]
+        of_bob = [lengths(live, "b-key") for _ in range(2)]
+    assert of_alice == of_bob and len(of_bob[0]) > 2 * len(of_bob[1])
 
 
 @pytest.mark.gpu

@@ -118,6 +118,7 @@ class Admission:
     num_output_tokens: int = 0  # how many of `tokens`, its last ones, the request has generated
     logprobs: SlotLogprobs | None = None
     grammar: SlotGrammar | None = None
+    tenant: int = 0  # of its `SchedulingParams`
 
 
 @dataclass(frozen=True, slots=True)

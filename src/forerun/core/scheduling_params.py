@@ -9,7 +9,7 @@ from typing import Any
 from forerun.core.checks import integer, number
 from forerun.core.errors import RequestError, shown
 
-MAX_PRIORITY = 2**31 - 1
+MAX_PRIORITY = MAX_TENANT = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +25,19 @@ class SchedulingParams:
     priority: int = 0
     queue_timeout: float | None = None  # most seconds from the arrival to the first slot
     request_timeout: float | None = None  # most seconds from the arrival to the end
+    # Whose it is. A server numbers its API keys from 1 on; 0: nobody's. With
+    # `speculative_suffix_per_key` drafts come from texts of the same tenant only.
+    tenant: int = 0
 
     def __post_init__(self) -> None:
         priority = integer("priority", self.priority, RequestError)
         if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
             raise RequestError(f"priority must fit in 32 bits, got {shown(priority)}.")
         object.__setattr__(self, "priority", priority)
+        tenant = integer("tenant", self.tenant, RequestError)
+        if not 0 <= tenant <= MAX_TENANT:
+            raise RequestError(f"tenant must be in [0, {MAX_TENANT}], got {shown(tenant)}.")
+        object.__setattr__(self, "tenant", tenant)
         for name in ("queue_timeout", "request_timeout"):
             value = getattr(self, name)
             if value is None:

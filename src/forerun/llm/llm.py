@@ -121,7 +121,7 @@ class LLM:
             options: `return_logprob`, `logprob_start_len`, `top_logprobs_num` and
                 `token_ids_logprob` as in SGLang, each for all prompts or one per prompt;
                 `LogprobParams` describes them. The values are in `meta_info`.
-                `priority`, `queue_timeout` and `request_timeout`, likewise;
+                `priority`, `queue_timeout`, `request_timeout` and `tenant`, likewise;
                 `SchedulingParams` describes them.
 
         Returns:

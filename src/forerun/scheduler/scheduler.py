@@ -500,6 +500,7 @@ class Scheduler:
             num_output_tokens=len(request.prefill_tokens) - len(request.prompt),
             logprobs=request.slot_logprobs,
             grammar=request.slot_grammar,
+            tenant=request.scheduling.tenant,
         )
 
     # --- results and release --------------------------------------------------------------------

@@ -163,12 +163,13 @@ class Service:
         return Generation(request, self.text.tokenizer, place, stream)
 
     def _limited(self, given: SchedulingParams) -> SchedulingParams:
-        """A request's own deadlines, or the server's if those are earlier."""
+        """Adds who asks, and the server's deadlines where they are earlier."""
         settings = self.settings
         return replace(
             given,
             queue_timeout=_earlier(given.queue_timeout, settings.queue_timeout),
             request_timeout=_earlier(given.request_timeout, settings.request_timeout),
+            tenant=current_exchange.get().tenant,
         )
 
     def _check_ids(self, generations: Sequence[Generation]) -> None:

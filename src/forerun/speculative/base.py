@@ -173,6 +173,7 @@ class ProposeInput:
     num_verify_tokens: int  # W >= 2; may differ from step to step (`SpecCaps.flexible`)
     last_token: Tensor  # [B] int64: the newest sampled token; its K/V is not written yet
     history: Tensor  # [slots, positions] int32: tokens by slot and position, known up to `start`
+    tenants: Tensor  # [slots] int32: whose request a slot has, by `SchedulingParams.tenant`
     sample: Sample
     attention: DraftAttention | None  # with `SpecCaps.draft_kv` or `reads_target_kv`
     host: HostTokens | None  # with `SpecCaps.needs_host_tokens`
@@ -238,6 +239,7 @@ class ObserveInput:
     # DEFERRED: the plain steps of each request, 0 for padding.
     num_committed: Tensor
     history: Tensor  # [slots, positions] int32: see `ProposeInput`
+    tenants: Tensor  # [slots] int32: see `ProposeInput`
     make_attention: ObserveAttention | None  # with `SpecCaps.draft_kv`
     # A profiling run or a measurement: every request is in the padding slot. Always False for
     # algorithms that are captured with the step: a replay keeps the value read at capture.

@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from forerun.config.engine_config import EngineConfig
 from forerun.config.model_config import ModelConfig
@@ -66,9 +67,16 @@ MIN_PROB = Option(
     "Least estimated probability of a draft that a match answers for",
 )
 
+PER_KEY = Option(
+    "speculative_suffix_per_key",
+    bool,
+    False,
+    "Keep the outputs of each API key apart: requests see those of their own key only",
+)
+
 
 class Suffix(SpeculativeAlgorithm):
-    options: ClassVar[tuple[Option, ...]] = (DEPTH, TEXTS, FACTOR, MIN_PROB)
+    options: ClassVar[tuple[Option, ...]] = (DEPTH, TEXTS, FACTOR, MIN_PROB, PER_KEY)
 
     @classmethod
     def resolve(cls, config: EngineConfig, target: ModelConfig, dtype: torch.dtype) -> SpecCaps:
@@ -103,7 +111,7 @@ class Suffix(SpeculativeAlgorithm):
             torch.tensor(limits, dtype=torch.int32, device=ctx.device),
             round(options[MIN_PROB.name] * ONE),
         )
-        self._adds = texts > 0
+        self._adds, self._per_key = texts > 0, options[PER_KEY.name]
         # Each request that runs has a text of its own.
         self._corpus = Corpus.new(max(texts, ctx.max_running_requests) if texts else 1, ctx.device)
 
@@ -111,7 +119,7 @@ class Suffix(SpeculativeAlgorithm):
         """The text that each slot writes to."""
         text = torch.zeros(ctx.slots, dtype=torch.int64, device=ctx.device)
         first = torch.zeros_like(text, dtype=torch.int32)
-        self._writing, self._groups = Writing(text, first), first.clone()
+        self._writing, self._one_group = Writing(text, first), first.clone()
         return SlotState({"text": text, "first": first})
 
     def supports_target_verify_for_draft(self) -> bool:
@@ -121,11 +129,16 @@ class Suffix(SpeculativeAlgorithm):
         """Past what the match answers for the confidence is 0, and the text is continued all the
         same: shapes are fixed, and a wrong draft costs no more than none."""
         ends = step.history, step.slots, step.start
-        count = step.num_verify_tokens - 1
-        tokens, confidence = suffix_drafts(self._corpus, self._rule, ends, self._groups, count)
+        groups, count = self._groups(step), step.num_verify_tokens - 1
+        tokens, confidence = suffix_drafts(self._corpus, self._rule, ends, groups, count)
         return Draft(tokens, confidence=confidence)
 
     def observe(self, step: ObserveInput) -> None:
         if self._adds and step.phase is not Phase.PREFILL:  # prompts are not added
             ends, sizes = (step.history, step.slots, step.start), (step.q_lens[0], self._rule.depth)
-            append(self._corpus, self._writing, ends, step.num_committed, sizes, self._groups)
+            groups = self._groups(step)
+            append(self._corpus, self._writing, ends, step.num_committed, sizes, groups)
+
+    def _groups(self, step: ProposeInput | ObserveInput) -> Tensor:
+        """[slots] int32: requests see each other's texts where these are equal."""
+        return step.tenants if self._per_key else self._one_group

@@ -242,6 +242,7 @@ class DeviceStep:
                 num_verify_tokens=shape.num_verify_tokens,
                 last_token=tokens.last_token,
                 history=self.tables.history,
+                tenants=self.tables.tenants,
                 sample=partial(self._sample_draft, tokens.slots, shape.flags),
                 attention=given.attention,
                 host=host,
@@ -605,6 +606,7 @@ class DeviceStep:
             next_ids=out.next_ids,
             num_committed=out.num_committed,
             history=self.tables.history,
+            tenants=self.tables.tenants,
             make_attention=None if attention is None else attention.of_observe,
             dummy=self._shows_dummy,
         )

@@ -44,6 +44,7 @@ class SlotTables:
         # Tokens by position, valid up to kv_len; after it, rejected tokens of the last step.
         self.history = torch.zeros(rows, positions, dtype=torch.int32, device=device)
         self.max_drafts = torch.zeros(rows, dtype=torch.int32, device=device)  # per step
+        self.tenants = torch.zeros(rows, dtype=torch.int32, device=device)
         self.sampling = SamplingTable(rows, device)
         self.penalties = PenaltyTable(rows, device)
         self.states: list[Tensor] = []  # of the algorithm
@@ -95,8 +96,8 @@ class SlotTables:
 
     def _set(self, rows: Sequence[_HostRow]) -> None:
         slots = self.upload([row.slot for row in rows], torch.int64)
-        lengths = upload(torch.stack([row.lengths for row in rows]), self.device)
-        self.kv_len[slots], self.max_drafts[slots] = lengths.unbind(1)
+        numbers = upload(torch.stack([row.numbers for row in rows]), self.device)
+        self.kv_len[slots], self.max_drafts[slots], self.tenants[slots] = numbers.unbind(1)
         self.page_table.index_fill_(0, slots, 0)  # masked reads may go past the request's pages
         if self._has_windows:
             self.window_table.index_fill_(0, slots, 0)
@@ -147,7 +148,7 @@ class _HostRow:
     """What a slot's rows are set to, on the host and in their dtypes."""
 
     slot: int
-    lengths: Tensor  # [2] int32: kv_len, max_drafts
+    numbers: Tensor  # [3] int32: kv_len, max_drafts, tenant
     tokens: Tensor  # [n] int32
     sampling: PackedSampling
     penalties: PackedPenalties
@@ -155,9 +156,10 @@ class _HostRow:
     @classmethod
     def of(cls, admission: Admission) -> _HostRow:
         """Raises whatever a value that does not fit makes torch raise."""
+        numbers = admission.cached_len, admission.max_drafts, admission.tenant
         return cls(
             slot=admission.slot,
-            lengths=torch.tensor([admission.cached_len, admission.max_drafts], dtype=torch.int32),
+            numbers=torch.tensor(numbers, dtype=torch.int32),
             tokens=torch.tensor(admission.tokens, dtype=torch.int32),
             sampling=PackedSampling.of(admission.sampling),
             penalties=PackedPenalties.of(

@@ -9,7 +9,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from forerun.core.errors import ConfigError, shown
@@ -32,6 +32,7 @@ class ApiKey:
     is_admin: bool = False
     max_requests: int | None = None  # at once
     requests_per_minute: int | None = None
+    tenant: int = 0  # from 1 on; the same as long as its name is, and of no other key
 
 
 class TooMany(Exception):
@@ -94,6 +95,7 @@ class ApiKeys:
         ]
         self.is_open = api_key is None and path is None  # keys are for control routes at most
         self._usage: dict[str, Usage] = {}
+        self._tenants: dict[str, int] = {}  # by name; also of keys that are gone
         self._keys = self._read()
 
     def find(self, secret: bytes) -> ApiKey | None:
@@ -135,7 +137,9 @@ class ApiKeys:
                 raise ConfigError(f"The API key {shown(key.name)} is there under another name too.")
             names.add(key.name)
             secrets.add(key.secret)
-        return keys
+        for key in keys:
+            self._tenants.setdefault(key.name, len(self._tenants) + 1)
+        return [replace(key, tenant=self._tenants[key.name]) for key in keys]
 
 
 def read_keys(path: Path) -> list[ApiKey]:

@@ -67,7 +67,7 @@ class RequireKey:
             await self._app(scope, receive, send)
             return
         exchange.client = exchange.key = key.name
-        exchange.is_admin = key.is_admin
+        exchange.tenant, exchange.is_admin = key.tenant, key.is_admin
         if not _is_counted(scope):
             await self._app(scope, receive, send)
             return

@@ -21,6 +21,7 @@ class Exchange:
     # Who asks, opaque: the name of the API key, or the connection where there is none.
     client: str = ""
     key: str | None = None  # the name of its API key; requests belong to the key that made them
+    tenant: int = 0  # of the key; 0 without one
     is_admin: bool = True  # may use what concerns all clients
     has_left: bool = False  # the client, before it had its answer
     started: float = field(default_factory=time.monotonic)

@@ -18,7 +18,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError, core_schema
 
 from forerun.core.errors import RequestError, nearest, shown
-from forerun.core.scheduling_params import SCHEDULING_KEYWORDS, SchedulingParams
+from forerun.core.scheduling_params import SchedulingParams
 
 T = TypeVar("T")
 MAX_VARIABLES = 64  # of a chat template
@@ -84,7 +84,7 @@ class Scheduled(StrictModel):
         None, description="Most seconds that the request takes; then it ends with 504"
     )
 
-    @field_validator(*SCHEDULING_KEYWORDS)
+    @field_validator("priority", "queue_timeout", "request_timeout")
     @classmethod
     def _can_be_scheduled(cls, value: Any, info: ValidationInfo) -> Any:
         if value is not None:
