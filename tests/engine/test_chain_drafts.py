@@ -26,6 +26,9 @@ from tests.models.nextn_oracle import Oracle as NextNOracle
 
 TARGET = GOLDEN / "target"
 NAMES = ["EAGLE3", "NEXTN", "STANDALONE"]
+JOINED = [f"{name},SUFFIX" for name in NAMES]
+# As in test_matrix.py: with few drafts, what is known already still takes steps.
+OF_JOINED = {"speculative_num_draft_tokens": 5, "speculative_num_steps": 3}
 LONGEST = max(CASES, key=lambda case: len(case["prompt"]))["prompt"]
 SEED = 7
 
@@ -178,9 +181,18 @@ CELLS = [  # (page size, chunk, overlap depth, tight): every pair of values occu
 
 
 def cells(every: bool) -> list[tuple[str, tuple[int, int, int, bool]]]:
-    """By default a third for each name; with `every` the others."""
+    """By default a third for each name, and one of those with SUFFIX; with `every` the others."""
     own = {"EAGLE3": CELLS[:2], "NEXTN": CELLS[2:4], "STANDALONE": CELLS[4:]}
-    return [(name, cell) for name in NAMES for cell in CELLS if (cell in own[name]) != every]
+    own |= {name: [cell] for name, cell in zip(JOINED, CELLS[3:], strict=True)}
+    return [(name, cell) for name in own for cell in CELLS if (cell in own[name]) != every]
+
+
+def hold_draft(
+    name: str, cell: tuple[int, int, int, bool], drafts: dict[str, Path], **settings: Any
+) -> None:
+    folder = drafts[name.removesuffix(",SUFFIX")]
+    own = OF_JOINED if name in JOINED else {}
+    hold(name, *cell, speculative_draft_model_path=str(folder), **own, **settings)
 
 
 @pytest.mark.covering(0, 2)
@@ -194,7 +206,22 @@ def cells(every: bool) -> list[tuple[str, tuple[int, int, int, bool]]]:
 def test_output_equals_plain_decoding(
     name: str, cell: tuple[int, int, int, bool], drafts: dict[str, Path]
 ) -> None:
-    hold(name, *cell, speculative_draft_model_path=str(drafts[name]))
+    hold_draft(name, cell, drafts)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_with_suffix_drafts_a_known_text_takes_fewer_steps(
+    name: str, chain_llm: Callable[..., LLM], drafts: dict[str, Path]
+) -> None:
+    kind = {**GREEDY, "max_new_tokens": 60, "ignore_eos": True}
+    with chain_llm(name) as llm:
+        alone = llm.generate(input_ids=LONGEST, sampling_params=kind)
+    folder = str(drafts[name])
+    with golden_llm(f"{name},SUFFIX", speculative_draft_model_path=folder) as llm:
+        first, again = (llm.generate(input_ids=LONGEST, sampling_params=kind) for _ in range(2))
+        llm.engine.check()
+    assert alone.output_ids == first.output_ids == again.output_ids
+    assert again.meta_info["spec_verify_ct"] < alone.meta_info["spec_verify_ct"] / 2
 
 
 WIDTHS = (1, 2, 4, 6)  # adaptive widths for 5 drafts
@@ -323,12 +350,12 @@ def test_a_draft_with_the_full_vocabulary(tmp_path: Path, plain: list[list[list[
 @pytest.mark.gpu
 @pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
 @pytest.mark.parametrize("cell", CELLS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *JOINED])
 def test_text_on_a_gpu(
     name: str, cell: tuple[int, int, int, bool], graph: bool, drafts: dict[str, Path]
 ) -> None:
     own = {"device": "cuda", "disable_cuda_graph": not graph, "max_running_requests": 6}
-    hold(name, *cell, speculative_draft_model_path=str(drafts[name]), **own)
+    hold_draft(name, cell, drafts, **own)
 
 
 @pytest.mark.gpu

@@ -38,7 +38,7 @@ def texts(**settings: Any) -> tuple[list[list[int]], LLM]:
         None,
         *(
             pytest.param(n, marks=pytest.mark.exhaustive)
-            for n in ("DFLASH", "NGRAM", "DDTREE", "SUFFIX")
+            for n in ("DFLASH", "NGRAM", "DDTREE", "SUFFIX", "DFLASH,SUFFIX", "EAGLE3,SUFFIX")
         ),
     ],
 )

@@ -12,7 +12,7 @@ from tests.toy_algorithms import register_toys
 pytestmark = pytest.mark.gpu
 register_toys()
 ALGORITHMS = [
-    *(None, "DFLASH", "NGRAM", "SUFFIX"),
+    *(None, "DFLASH", "NGRAM", "SUFFIX", "DFLASH,SUFFIX"),
     *("TOY-TREES", "TOY-LEARNER", "TOY-EAGER", "TOY-EAGER-TREES"),
 ]
 

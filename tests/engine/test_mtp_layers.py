@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 from forerun.sampling.noise import gumbel_argmax, seed_key
 from tests import chain_models as models
 from tests.engine.test_algorithms import GREEDY
-from tests.engine.test_chain_drafts import LONGEST, hold_any_width, plain_texts, recorded
+from tests.engine.test_chain_drafts import LONGEST, OF_JOINED, hold_any_width, plain_texts, recorded
 from tests.engine.test_matrix import hold
 from tests.golden_engine import CASES, golden_llm
 from tests.models.nextn_oracle import Oracle, chain
@@ -121,6 +121,12 @@ CELLS = [  # (page size, chunk, overlap depth, tight)
 @pytest.mark.parametrize("cell", CELLS)
 def test_output_equals_plain_decoding(cell: tuple[int, int, int, bool], folder: Path) -> None:
     hold("NEXTN", *cell, speculative_draft_model_path=str(folder))
+
+
+@pytest.mark.covering(0, 2)
+@pytest.mark.parametrize("cell", CELLS)
+def test_output_with_suffix_drafts(cell: tuple[int, int, int, bool], folder: Path) -> None:
+    hold("NEXTN,SUFFIX", *cell, speculative_draft_model_path=str(folder), **OF_JOINED)
 
 
 @pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])

@@ -54,7 +54,7 @@ DENSE_DRAFTS = {
 }  # fmt: skip
 CELLS = [
     *(("dense", name) for name in (None, "DFLASH", "DDTREE", "NGRAM", "SUFFIX", "EAGLE3", "NEXTN")),
-    ("dense", "STANDALONE"),
+    *(("dense", name) for name in ("STANDALONE", "DFLASH,SUFFIX", "EAGLE3,SUFFIX", "NEXTN,SUFFIX")),
     *(("moe", name) for name in (None, "DFLASH", "DDTREE", "STANDALONE", "NGRAM")),
     *(("mla", name) for name in (None, "DFLASH", "DDTREE", "NEXTN", "NGRAM")),
     *(("hybrid", name) for name in (None, "DFLASH", "NEXTN", "STANDALONE", "NGRAM")),
@@ -132,7 +132,7 @@ def config(kind: str, algorithm: str | None, **settings: Any) -> EngineConfig:
     if algorithm is not None:
         common["speculative_algorithm"] = algorithm
         drafts: dict[str, Any] = DENSE_DRAFTS if kind == "dense" else RANDOM_DRAFTS
-        draft = drafts.get(algorithm)
+        draft = drafts.get(algorithm.removesuffix(",SUFFIX"))
         if kind == "mla" and draft == "block":
             draft = "block of 3"
         if draft is not None:
