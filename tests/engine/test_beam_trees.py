@@ -8,7 +8,7 @@ import pytest
 
 from forerun import LLM
 from forerun.evals.prompts import held_out
-from tests.engine.test_ddtree import SEEDED, total
+from tests.engine.test_ddtree import SEEDED, hold_at_every_width, total
 from tests.engine.test_matrix import hold
 
 TREE = {"speculative_eagle_topk": 3, "speculative_num_steps": 3, "speculative_num_draft_tokens": 10}
@@ -24,6 +24,12 @@ def test_output_equals_plain_decoding(
 ) -> None:
     own = {**TREE, "speculative_draft_model_path": str(drafts[name])}
     hold(name, page_size, chunk, overlap_depth, tight, **own)
+
+
+@pytest.mark.covering(0, 1)
+@pytest.mark.parametrize("name", ["EAGLE3", "NEXTN"])
+def test_the_width_does_not_change_the_output(name: str, drafts: dict[str, Path]) -> None:
+    hold_at_every_width(name, **TREE, speculative_draft_model_path=str(drafts[name]))
 
 
 @pytest.mark.exhaustive

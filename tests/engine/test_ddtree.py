@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from forerun.core.errors import ConfigError
 from forerun.evals.acceptance import Acceptance
 from forerun.evals.prompts import held_out
 from forerun.evals.word_problems import problems
+from forerun.scheduler.adaptive_width import AdaptiveWidth, VerifyOutcome
 from tests.engine.test_dflash import edited_draft, speculators
 from tests.engine.test_matrix import hold
 from tests.golden_engine import CASES, golden_llm
@@ -90,27 +93,44 @@ def test_max_draft_tokens_limits_the_tree_depth() -> None:
         assert max(out.meta_info["spec_accept_lengths"]) <= (9 if limit is None else limit) + 1
 
 
-@pytest.mark.covering(0, 2)
-@pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
-def test_the_width_does_not_change_the_output(
-    overlap_depth: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def hold_at_every_width(name: str, **settings: Any) -> None:
+    """The output is plain decoding's while the width changes from step to step.
+
+    The policy learns which nodes were accepted: within the step's, ascending.
+    """
     kinds = [{**SEEDED, "sampling_seed": i, "max_new_tokens": 24} for i in range(5)]
     prompts = [c["prompt"] for c in CASES[:5]]
     with golden_llm() as llm:
         want = [o.output_ids for o in llm.generate(input_ids=prompts, sampling_params=kinds)]
-    with golden_llm("DDTREE", speculative_adaptive=True, overlap_depth=overlap_depth) as llm:
-        widths = llm.engine.scheduler.widths
-        assert widths.widths == (1, 33)
-        steps = iter(range(10**6))
-        monkeypatch.setattr(
-            widths, "_choose", lambda _, max_index: widths.widths[next(steps) % (max_index + 1)]
-        )
-        for _ in ("cold", "warm"):
-            outs = llm.generate(input_ids=prompts, sampling_params=kinds)
-            assert [o.output_ids for o in outs] == want
-        assert set(widths.chosen) == set(widths.widths)
+    with golden_llm(name, speculative_adaptive=True, **settings) as llm:
+        policy = llm.engine.scheduler.widths
+        assert isinstance(policy, AdaptiveWidth) and len(policy.widths) > 3
+        choices = itertools.cycle(policy.widths)
+        record, branched = policy.record_outcomes, set()
+
+        def recorded(outcomes: Sequence[VerifyOutcome]) -> None:
+            for _, num_drafts, num_accepted, nodes in outcomes:
+                assert (nodes is None) == (num_drafts == 0)
+                if nodes is not None:
+                    assert len(nodes) == num_accepted
+                    assert sorted({*nodes}) == nodes and max(nodes, default=0) <= num_drafts
+                    branched.add(nodes != list(range(1, num_accepted + 1)))
+            record(outcomes)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(policy, "record_outcomes", recorded)
+            patch.setattr(policy, "_choose", lambda *_: next(choices))
+            for _ in ("cold", "warm"):
+                outs = llm.generate(input_ids=prompts, sampling_params=kinds)
+                assert [o.output_ids for o in outs] == want
+        assert set(policy.chosen) == set(policy.widths) and branched == {False, True}
         llm.engine.check()
+
+
+@pytest.mark.covering(0, 2)
+@pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
+def test_the_width_does_not_change_the_output(overlap_depth: int) -> None:
+    hold_at_every_width("DDTREE", overlap_depth=overlap_depth)
 
 
 @pytest.mark.exhaustive

@@ -36,7 +36,7 @@ def test_a_step_is_written_to_the_next_row(
 
 
 def test_the_host_reads_the_rows_in_the_order_of_the_replays(device: torch.device) -> None:
-    results = HostResults(2, 3, device)
+    results = HostResults(2, 3, False, device)
     committed = torch.tensor([2, 3], dtype=torch.int32, device=device)
 
     def store(first: int) -> None:
@@ -52,7 +52,19 @@ def test_the_host_reads_the_rows_in_the_order_of_the_replays(device: torch.devic
         second = results.replayed(1)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        assert first[0].tolist() == (torch.arange(6).view(2, 3) + 100 * step).tolist()
-        assert first[1].tolist() == [2, 3]
-        assert second[0].tolist() == [[100 * step + 10 + i for i in range(3)]]
-        assert second[1].tolist() == [2]
+        assert first.sampled.tolist() == (torch.arange(6).view(2, 3) + 100 * step).tolist()
+        assert first.num_committed.tolist() == [2, 3] and first.path is None
+        assert second.sampled.tolist() == [[100 * step + 10 + i for i in range(3)]]
+        assert second.num_committed.tolist() == [2]
+
+
+def test_the_paths_of_trees_come_with_their_tokens(device: torch.device) -> None:
+    results = HostResults(2, 3, True, device)
+    sampled, path = torch.arange(12, device=device).view(2, 2, 3).unbind()
+    committed = torch.tensor([2, 3], dtype=torch.int32, device=device)
+    results.store(DecodeOutput(sampled, committed, path=path))
+    got = results.replayed(2)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    assert got.path is not None and got.path.tolist() == path.tolist()
+    assert got.sampled.tolist() == sampled.tolist() and got.num_committed.tolist() == [2, 3]

@@ -70,6 +70,17 @@ def test_as_many_ranks_as_nodes_are_enough() -> None:
             assert torch.equal(got, all_ranks)
 
 
+def test_a_smaller_tree_is_the_beginning_of_a_larger_one() -> None:
+    """Also where it is made of as many positions and ranks as it has nodes: no more can matter."""
+    for sharp in (0.1, 1.0, 5.0):
+        scores = marginals(3, 12, 40, seed=2, sharp=sharp)
+        whole = best_first_ref(scores, numbered(scores), 40)
+        for nodes in (1, 3, 7, 31):
+            own = scores[:, :nodes, :nodes].contiguous()
+            for got, want in zip(best_first_ref(own, numbered(own), nodes), whole, strict=True):
+                assert torch.equal(got, want[:, :nodes])
+
+
 def test_missing_prefixes_have_no_token() -> None:
     scores = torch.tensor([[[-0.5, -1.0, -torch.inf], [-2.0, torch.nan, -torch.inf]]])
     tokens, parents = best_first_ref(scores, numbered(scores) + 7, 6)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
 import random
+from collections.abc import Sequence
 
 import pytest
 
@@ -301,13 +303,127 @@ def test_remaining_tokens_limit_the_width() -> None:
     assert adaptive.choose([short]) == 4
 
 
+# --- trees ------------------------------------------------------------------------------------
+
+BUDGETS = verify_widths(64, True)
+
+
+def best_first(ranks: Sequence[float], nodes: int, depth: int) -> dict[tuple[int, ...], int]:
+    """The `nodes` most probable paths of ranks, where each depth has these probabilities."""
+    tree: dict[tuple[int, ...], int] = {}
+    ahead = [(-p, (r,)) for r, p in enumerate(ranks)]
+    while len(tree) < nodes and ahead:
+        score, path = heapq.heappop(ahead)
+        tree[path] = len(tree) + 1
+        if len(path) < depth:
+            for r, p in enumerate(ranks):
+                heapq.heappush(ahead, (score * p, (*path, r)))
+    return tree
+
+
+class Trees:
+    """Texts of a tree drafter: a token has rank r at its depth with probability `ranks[r]`."""
+
+    def __init__(self, ranks: Sequence[float], depth: int = 8) -> None:
+        self.ranks, self.rng = ranks, random.Random(0)
+        self.nodes = best_first(ranks, BUDGETS[-1] - 1, depth)
+
+    def accepted(self, width: int) -> list[int]:
+        path: tuple[int, ...] = ()
+        nodes: list[int] = []
+        while True:
+            left = 1 - sum(self.ranks)
+            weights = [*self.ranks, left]
+            path = (*path, self.rng.choices(range(len(weights)), weights)[0])
+            node = self.nodes.get(path, width)
+            if node >= width:
+                return nodes
+            nodes.append(node)
+
+    def mean_tokens(self, width: int, steps: int = 4000) -> float:
+        return sum(1 + len(self.accepted(width)) for _ in range(steps)) / steps
+
+    def throughput(self, policy: AdaptiveWidth, costs: dict[int, list[float]], steps: int) -> float:
+        requests, tokens, seconds = [request() for _ in range(next(iter(costs)))], 0, 0.0
+        for _ in range(steps):
+            width = policy.choose(requests)
+            seconds += costs[len(requests)][policy.widths.index(width)]
+            paths = [self.accepted(width) for _ in requests]
+            outcomes = [
+                VerifyOutcome(r, width - 1, len(path), path)
+                for r, path in zip(requests, paths, strict=True)
+            ]
+            policy.record_outcomes(outcomes)
+            tokens += sum(1 + len(path) for path in paths)
+        return tokens / seconds
+
+
+KINDS = {
+    "sure": [0.9, 0.05],
+    "fair": [0.5, 0.2, 0.1, 0.05],
+    "wide": [0.2, 0.15, 0.1, 0.1, 0.1, 0.05],
+    "hopeless": [0.01, 0.01],
+}
+
+
+@pytest.mark.covering(0, 2)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("per_token", [0.001, 0.02, 0.1, 0.5])
+@pytest.mark.parametrize("batch", [1, 8])
+def test_the_budget_of_a_tree_is_near_the_best(kind: str, per_token: float, batch: int) -> None:
+    """`per_token`: the cost of a verified token, in plain steps."""
+    costs = {batch: [1 + per_token * (width - 1) for width in BUDGETS]}
+    trees = Trees(KINDS[kind])
+    means = [trees.mean_tokens(width) for width in BUDGETS]
+    best = max(batch * n / cost for n, cost in zip(means, costs[batch], strict=True))
+    policy = AdaptiveWidth(BUDGETS, costs, tree_depth=8)
+    assert trees.throughput(policy, costs, 2000 // batch) > 0.93 * best
+
+
+def test_the_budget_follows_the_costs() -> None:
+    """The same text; the table of costs and later the measured ones say which tree pays."""
+    trees = Trees(KINDS["fair"])
+    free = {1: [1.0 + 0.001 * i for i in range(len(BUDGETS))]}
+    steep = {1: [1.0, 1.05, 1.1, *[20.0] * (len(BUDGETS) - 3)]}
+    for costs, want in ((free, BUDGETS[-1]), (steep, 4)):
+        policy = AdaptiveWidth(BUDGETS, costs, tree_depth=8)
+        trees.throughput(policy, costs, 600)
+        assert policy.chosen.most_common(1)[0][0] == want
+    policy = AdaptiveWidth(BUDGETS, free, tree_depth=8)
+    for _ in range(400):
+        for i, width in enumerate(BUDGETS):
+            policy.record_step_time(1, width, steep[1][i])
+    trees.throughput(policy, steep, 600)
+    assert policy.chosen.most_common(1)[0][0] == 4
+
+
+def test_larger_trees_are_tried_again_when_the_text_changes() -> None:
+    costs = {1: [1.0 + 0.02 * (width - 1) for width in BUDGETS]}
+    policy = AdaptiveWidth(BUDGETS, costs, tree_depth=8)
+    Trees(KINDS["hopeless"]).throughput(policy, costs, 500)
+    policy.chosen.clear()
+    trees = Trees(KINDS["wide"])
+    best = max(trees.mean_tokens(w) / c for w, c in zip(BUDGETS, costs[1], strict=True))
+    trees.throughput(policy, costs, 500)
+    assert trees.throughput(policy, costs, 1500) > 0.93 * best
+
+
+def test_a_limit_on_drafts_does_not_limit_the_nodes_of_a_tree() -> None:
+    policy = AdaptiveWidth(BUDGETS, {1: [1.0 + 0.001 * i for i in range(7)]}, tree_depth=8)
+    limited, none = request(max_draft_tokens=2), request(max_draft_tokens=0)
+    for _ in range(30):
+        policy.record_outcomes([VerifyOutcome(limited, 63, 2, [3, 40])])
+    assert policy.choose([limited]) == 64
+    assert policy.choose([none]) == 1
+
+
 def test_expected_tokens_of_a_tree_are_limited_by_its_depth() -> None:
     policy = AdaptiveWidth((1, 33), {1: [1.0, 6.5]}, tree_depth=5)
     r = request()
     for _ in range(50):
-        policy.record_outcomes([VerifyOutcome(r, 32, 5)])  # every step accepts a full path
+        policy.record_outcomes([VerifyOutcome(r, 32, 5, range(1, 6))])  # a full path in every step
     assert policy.choose([r]) == 1  # 6 tokens for 6.5
     policy = AdaptiveWidth((1, 33), {1: [1.0, 5.5]}, tree_depth=5)
     for _ in range(50):
-        policy.record_outcomes([VerifyOutcome(r, 32, 5)])
+        policy.record_outcomes([VerifyOutcome(r, 32, 5, range(1, 6))])
     assert policy.choose([r]) == 33

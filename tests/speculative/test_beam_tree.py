@@ -73,7 +73,9 @@ def by_hand(model: Model, hidden: Tensor, tree: BeamTree, count: int) -> tuple[A
 
 
 @pytest.mark.parametrize(
-    ("tree", "count"), [(BeamTree(1, 3), 3), (BeamTree(4, 3), 20), (BeamTree(6, 4), 70)], ids=str
+    ("tree", "count"),
+    [(BeamTree(1, 3), 3), (BeamTree(4, 3), 20), (BeamTree(6, 4), 70), (BeamTree(6, 4), 3)],
+    ids=str,
 )
 def test_the_tree_is_that_of_a_search_by_hand(tree: BeamTree, count: int) -> None:
     model, width = Model(), count + 1
@@ -86,6 +88,7 @@ def test_the_tree_is_that_of_a_search_by_hand(tree: BeamTree, count: int) -> Non
     run = model.forward, model.logits
     draft = propose_tree(step, tree, (first, first), run)  # type: ignore[arg-type]
     assert draft.parents is not None
+    assert len(model.masks) == min(tree.steps, count) - 1  # no path is longer than the tree
     for request in range(2):
         want, ran = by_hand(model, first[request], tree, count)
         paths: list[tuple[int, ...]] = [()]
@@ -140,7 +143,7 @@ def test_a_tree_needs_room_for_its_nodes_and_its_beams(
 ) -> None:
     caps = resolve_tree(settings(topk, tokens), CHAIN)
     assert caps.num_verify_tokens == nodes and caps.kv_reserve == max(nodes, 3 * topk)
-    assert caps.verify_mask is Mask.CUSTOM and caps.draft_trees and not caps.flexible
+    assert caps.verify_mask is Mask.CUSTOM and caps.draft_trees and caps.flexible
     assert BeamTree.of(settings(topk, tokens), caps) == BeamTree(4, topk)
 
 

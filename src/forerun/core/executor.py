@@ -26,7 +26,7 @@ class ExecutorInfo:
     num_window_pages: int | None = None  # the same of windowed pools; None: there are none
     # Prompt tokens attend to windowed pools; False: only decode steps do.
     window_in_prefill: bool = True
-    tree_depth: int | None = None  # drafts on the longest path of a draft tree; None: W - 1
+    tree_depth: int | None = None  # drafts on the longest path of a draft tree; None: chains
     explain: dict[str, Any] = field(default_factory=dict)  # choices made at start, and why
 
 

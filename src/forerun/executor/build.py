@@ -139,7 +139,7 @@ class _Builder:
             prefix_lookahead=settings.caps.prefix_lookahead,
             verify_widths=settings.widths,
             step_costs=self._costs(executor),
-            tree_depth=settings.caps.tree_depth,
+            tree_depth=settings.caps.max_tree_depth,
             explain=explain,
         )
         return executor

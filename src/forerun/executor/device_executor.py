@@ -29,7 +29,7 @@ from forerun.executor.graphs.steps import DecodeBatch, DeferredBatch, EagerSteps
 from forerun.executor.step.clock import StepClock
 from forerun.executor.step.device_step import DeviceStep
 from forerun.executor.step.grammar_masks import GrammarBatch
-from forerun.executor.step.inputs import PrefillBatch, PrefillLogprobs
+from forerun.executor.step.inputs import DecodeOutput, PrefillBatch, PrefillLogprobs
 from forerun.executor.step.logprob_results import LogprobCopy, StepLogprobs
 from forerun.executor.step.reliability import confidence_counts
 from forerun.executor.step.slot_tables import ANY_SAMPLING
@@ -107,16 +107,17 @@ class DeviceExecutor:
             failed = self._admit(plan)
             if plan.deferred:
                 self.steps.observe_deferred(self._deferred(plan))
-            sampled = num_committed = confidences = None
+            decode = confidences = None
             logprobs = StepLogprobs()
             if plan.decode:
                 batch = self._batch(plan)
                 out = self.steps.decode(batch)
                 logprobs.decode = LogprobCopy.of(batch.logprobs, out.logprobs, self._copy)
                 # Copies queued before the next replay overwrites the graph's outputs.
-                sampled, num_committed = (
-                    self._to_host(out.sampled),
-                    self._to_host(out.num_committed),
+                decode = DecodeOutput(
+                    self._copy(out.sampled),
+                    self._copy(out.num_committed),
+                    path=self._to_host(out.path),
                 )
                 self.step.track_states(plan.tracked)
                 confidences = self._due_confidences()
@@ -131,8 +132,7 @@ class DeviceExecutor:
         pending = PendingDeviceStep(
             self,
             plan,
-            sampled,
-            num_committed,
+            decode,
             first,
             clock,
             None if error is None else str(error),
@@ -357,8 +357,7 @@ class PendingDeviceStep:
 
     executor: DeviceExecutor
     plan: StepPlan
-    sampled: Tensor | None  # [B, W] int64
-    num_committed: Tensor | None  # [B] int32
+    decode: DecodeOutput | None
     first: Tensor | None  # [last prefill chunks] int64
     clock: StepClock
     error: str | None  # the algorithm failed in this step
@@ -384,9 +383,12 @@ class PendingDeviceStep:
     def _read(self) -> StepResult:
         seconds = self.clock.wait()
         decode: list[list[int]] = []
-        if self.sampled is not None and self.num_committed is not None:
-            pairs = zip(self.sampled.tolist(), self.num_committed.tolist(), strict=True)
-            decode = [tokens[:count] for tokens, count in pairs]
+        nodes: list[list[int]] = []
+        if self.decode is not None:
+            counts = self.decode.num_committed.tolist()
+            decode = _beginnings(self.decode.sampled.tolist(), counts)
+            if self.decode.path is not None:
+                nodes = [path[1:] for path in _beginnings(self.decode.path.tolist(), counts)]
         first = iter(self.first.tolist() if self.first is not None else [])
         prefill = [next(first) if chunk.last else None for chunk in self.plan.prefill]
         failed = list(self.not_admitted)
@@ -417,6 +419,7 @@ class PendingDeviceStep:
             gap_seconds=self.clock.gap_seconds,
             held=tuple(held),
             confidences=None if self.confidences is None else confidence_counts(self.confidences),
+            decode_nodes=nodes,
         )
         self.executor.keep_tokens(self.plan, result)
         return result
@@ -438,6 +441,11 @@ class PendingDeviceStep:
             why = (NO_TOKEN, GRAMMAR_ERROR) if stuck else (NOT_FINITE, None)
             failed.append(Failure(slot, *why))
         return valid
+
+
+def _beginnings(rows: Sequence[list[int]], counts: Sequence[int]) -> list[list[int]]:
+    """The first entries of each row, as many as `counts` says."""
+    return [row[:count] for row, count in zip(rows, counts, strict=True)]
 
 
 def device_step(executor: Executor) -> DeviceStep:

@@ -3,12 +3,13 @@
 A wider step yields more tokens and costs more; both depend on the text, the batch and the machine.
 So every step gets the width with the highest expected throughput:
 
-    tokens(W)     = sum over requests of 1 + c_1 + c_1 c_2 + ... + c_1 ... c_(W-1)
+    tokens(W)     = expected tokens, the sum over all requests
     cost(B, W)    = seconds of a decode step, measured at start and corrected while running
     throughput(W) = tokens(W) / cost(B, W)
 
-c_k is a request's estimated acceptance rate of draft k (`acceptance_stats.py`). Width 1 is plain
-decoding. Estimates use completed steps only, and the text does not depend on the width.
+Expected tokens follow from each request's acceptance rates (`acceptance_stats.py`), of a chain of
+W - 1 drafts or of a tree of so many. Width 1 is plain decoding. Estimates use completed steps only,
+and the text does not depend on the width.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from forerun.core.request import Request
-from forerun.scheduler.acceptance_stats import AcceptanceStats, expected_tokens
+from forerun.scheduler.acceptance_stats import AcceptanceStats, BestFirstTree, Chain, DraftShape
 
 # Windows of the acceptance rates, in observations.
 REQUEST_WINDOW = 16.0
@@ -58,6 +59,12 @@ class VerifyOutcome(NamedTuple):
     request: Request
     num_drafts: int  # verified for it; 0: a plain step
     num_accepted: int
+    nodes: Sequence[int] | None = None  # of a tree: the accepted drafts, counted from 1
+
+    @property
+    def accepted(self) -> Sequence[int]:
+        """The accepted drafts, counted from 1."""
+        return range(1, self.num_accepted + 1) if self.nodes is None else self.nodes
 
 
 class WidthPolicy(ABC):
@@ -111,18 +118,21 @@ class AdaptiveWidth(WidthPolicy):
         """
         Args:
             costs: seconds of a step by batch size, one for every width.
-            tree_depth: drafts on the longest path of a draft tree; None: the largest width - 1.
+            tree_depth: drafts on the longest path of a draft tree; None: drafts are chains.
         """
         super().__init__(widths)
-        self._max_accepted = self.widths[-1] - 1 if tree_depth is None else tree_depth
+        self._makes_trees = tree_depth is not None
+        self._shape: DraftShape = Chain(self.widths)
+        if tree_depth is not None:
+            self._shape = BestFirstTree(self.widths, tree_depth)
         self._batch_sizes = sorted(costs)
         self._costs = [self._bounded(costs[size]) for size in self._batch_sizes]
         # (index into the batch sizes, width) -> whether the last step there was an outlier
         self._slow: dict[tuple[int, int], bool] = {}
         # Over all requests: the prior of every request's own rates.
-        self._acceptance = AcceptanceStats(self._max_accepted, GLOBAL_WINDOW)
+        self._acceptance = AcceptanceStats(self._shape, GLOBAL_WINDOW)
         self._rates = self._acceptance.estimates()
-        self._expected_tokens = expected_tokens(self._rates, self.widths)
+        self._expected_tokens = self._shape.expected_tokens(self._rates)
         self._exploration_budget = 0.0  # seconds
         self._exploration_scale = 1.0  # doubled when drafts pay off, halved when exploring did not
         self._exploration_steps = 0
@@ -134,6 +144,8 @@ class AdaptiveWidth(WidthPolicy):
     # --- choosing -------------------------------------------------------------------------------
 
     def _choose(self, requests: Sequence[Request], max_index: int) -> int:
+        if self._makes_trees:  # requests limit their depth
+            max_index = len(self.widths) - 1
         costs = self.costs(len(requests))
         expected = self._expected_tokens_of(requests, max_index + 1)
         throughput = [tokens / cost for tokens, cost in zip(expected, costs, strict=False)]
@@ -160,7 +172,7 @@ class AdaptiveWidth(WidthPolicy):
         """
         granted = self._exploration_scale * EXPLORATION_SHARE
         if len(requests) == 1 and requests[0].acceptance is None:
-            requests[0].acceptance = AcceptanceStats(self._max_accepted, REQUEST_WINDOW)
+            requests[0].acceptance = self._new_stats()
             granted += NEW_REQUEST_SHARE * min(requests[0].params.max_new_tokens, NEW_REQUEST_STEPS)
         self._exploration_budget += granted * costs[0]
         explored = min(self._explored, len(throughput) - 1)
@@ -231,34 +243,38 @@ class AdaptiveWidth(WidthPolicy):
 
     def record_outcomes(self, outcomes: Sequence[VerifyOutcome]) -> None:
         drafted = []
-        for request, num_drafts, num_accepted in outcomes:
-            if num_drafts > 0:
-                num_drafts = min(num_drafts, self._max_accepted)
-                drafted.append(VerifyOutcome(request, num_drafts, num_accepted))
-            elif request.acceptance is not None:
-                request.acceptance.record_plain_step()
+        for outcome in outcomes:
+            if outcome.num_drafts > 0:
+                observed = self._shape.observed(outcome.num_drafts, outcome.accepted)
+                drafted.append((outcome.request, observed))
+            elif outcome.request.acceptance is not None:
+                outcome.request.acceptance.record_plain_step()
         if not drafted:
             self._acceptance.record_plain_step()
             return
         self._compare_with_plain(outcomes)
         self._acceptance.window = max(GLOBAL_WINDOW, MIN_GLOBAL_STEPS * len(drafted))
-        for _, num_drafts, num_accepted in drafted:
-            self._acceptance.record(num_drafts, num_accepted)
+        for _, observed in drafted:
+            self._acceptance.record(*observed)
         self._rates = self._acceptance.estimates()
-        self._expected_tokens = expected_tokens(self._rates, self.widths)
-        for request, num_drafts, num_accepted in drafted:
+        self._expected_tokens = self._shape.expected_tokens(self._rates)
+        for request, observed in drafted:
             if request.acceptance is None:
-                request.acceptance = AcceptanceStats(self._max_accepted, REQUEST_WINDOW)
-            request.acceptance.record(num_drafts, num_accepted)
+                request.acceptance = self._new_stats()
+            request.acceptance.record(*observed)
             rates = request.acceptance.estimates(self._rates)
-            request.expected_tokens = expected_tokens(rates, self.widths)
+            request.expected_tokens = self._shape.expected_tokens(rates)
+
+    def _new_stats(self) -> AcceptanceStats:
+        """Those of a request."""
+        return AcceptanceStats(self._shape, REQUEST_WINDOW)
 
     def _compare_with_plain(self, outcomes: Sequence[VerifyOutcome]) -> None:
         """Adjusts exploration by whether a step with drafts was faster than plain decoding."""
         costs = self.costs(len(outcomes))
-        width = 1 + max(num_drafts for _, num_drafts, _ in outcomes)
+        width = 1 + max(each.num_drafts for each in outcomes)
         cost = costs[bisect.bisect_left(self.widths, width)]
-        num_tokens = sum(1 + num_accepted for _, _, num_accepted in outcomes)
+        num_tokens = sum(1 + each.num_accepted for each in outcomes)
         self._paid_off = num_tokens / cost > len(outcomes) / costs[0]
         if self._paid_off:
             self._exploration_scale = min(2 * self._exploration_scale, MAX_EXPLORATION_SCALE)

@@ -232,7 +232,9 @@ class Scheduler:
     ) -> list[Request]:
         changed, outcomes = [], []
         logprobs = result.decode_logprobs or [[]] * len(step.decode)
-        for request, tokens, of_tokens in zip(step.decode, result.decode, logprobs, strict=True):
+        paths: Sequence[list[int] | None] = result.decode_nodes or [None] * len(step.decode)
+        results = zip(step.decode, result.decode, logprobs, paths, strict=True)
+        for request, tokens, of_tokens, nodes in results:
             request.pending.pop(0)
             if request.slot in result.held and not tokens:
                 self._hold(request)  # not a verify pass: what was sampled does not count
@@ -244,7 +246,9 @@ class Scheduler:
                 request.verify_ct += 1
                 drafts = request.params.draft_limit(step.plan.num_verify_tokens - 1)
                 request.proposed += drafts
-                outcomes.append(VerifyOutcome(request, drafts, max(len(tokens) - 1, 0)))
+                if nodes is not None and drafts > 0:  # the limit is on the depth of a tree
+                    drafts = step.plan.num_verify_tokens - 1
+                outcomes.append(VerifyOutcome(request, drafts, max(len(tokens) - 1, 0), nodes))
                 changed.append(self._append(request, tokens, of_tokens, failed, verified=True))
                 if request.slot in result.held:
                     self._hold(request)

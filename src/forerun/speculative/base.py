@@ -46,7 +46,9 @@ class SpecCaps:
     """The needs of an algorithm; the engine branches on these values, never on a name."""
 
     num_drafts: int = 0  # K: most draft tokens per request and step
-    flexible: bool = False  # `propose` takes any W from 2 to K + 1; otherwise K + 1 only
+    # `propose` takes any W from 2 to K + 1; otherwise K + 1 only. A tree of W tokens is then the
+    # beginning of every larger one.
+    flexible: bool = False
     kv_reserve: int = 1  # KV slots past the committed length that a step may write, >= K + 1
     target_layers: tuple[int, ...] = ()  # layers whose outputs are captured (aux hidden states)
     draft_kv: ModelLayout | None = None  # K/V of the draft model, in a pool of its own
@@ -76,6 +78,11 @@ class SpecCaps:
     @property
     def makes_trees(self) -> bool:
         return self.verify_mask is Mask.CUSTOM
+
+    @property
+    def max_tree_depth(self) -> int | None:
+        """Drafts on the longest path of a tree, at most; None: a chain."""
+        return (self.tree_depth or self.num_drafts) if self.makes_trees else None
 
 
 @dataclass(frozen=True)

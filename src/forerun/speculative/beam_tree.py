@@ -92,7 +92,6 @@ def resolve_tree(config: EngineConfig, caps: SpecCaps, why_not: str | None = Non
     return replace(
         caps,
         num_drafts=nodes - 1,
-        flexible=False,  # the acceptance of a tree does not predict that of a smaller one
         kv_reserve=max(nodes, tree.beams, caps.kv_reserve),
         verify_mask=Mask.CUSTOM,
         tree_depth=tree.steps,
@@ -168,7 +167,7 @@ def propose_tree(
     scores, ids = _most_probable(compute_logits(first[0]).unsqueeze(1), topk, token_ids)
     nodes.add(ids.flatten(1), scores.flatten(1), torch.zeros_like(ids).flatten(1))
     further = None
-    for depth in range(1, tree.steps):
+    for depth in range(1, min(tree.steps, step.num_verify_tokens - 1)):  # no path is longer
         above, parents = nodes.choose_beams(further)
         out, after = _run_beams(step, nodes, forward, depth)
         further = after[:, -topk:]

@@ -42,15 +42,13 @@ class DDTree(DFlash):
         return replace(
             caps,
             num_drafts=budget,
-            # The acceptance of a tree does not predict that of a smaller one: W is 1 or full.
-            flexible=False,
             tree_depth=min(budget, caps.num_drafts),
             kv_reserve=max(budget + 1, caps.kv_reserve),
             verify_mask=Mask.CUSTOM,
         )
 
     def propose(self, step: ProposeInput) -> Draft:
-        nodes = step.num_verify_tokens - 1
+        nodes = step.num_verify_tokens - 1  # no path is longer
         rows = self._run_block(step).predicting
         logits = self._draft.compute_logits(rows.flatten(0, 1))
         logits = logits.unflatten(0, rows.shape[:2])  # [B, depth, V]

@@ -95,7 +95,8 @@ class CpuGraphSteps:
             old.copy_(new)
         recorded.graph.replay()
         out = recorded.output  # the next step writes it again, perhaps before this one is read
-        return DecodeOutput(out.sampled.clone(), out.num_committed.clone())
+        path = None if out.path is None else out.path.clone()
+        return DecodeOutput(out.sampled.clone(), out.num_committed.clone(), path=path)
 
     def observe_deferred(self, batch: DeferredBatch) -> None:
         size = len(batch.slots)

@@ -213,7 +213,8 @@ class CudaGraphSteps:
             return None
         key = (size, width)
         if key not in self._results:
-            self._results[key] = HostResults(size, width, self.step.tables.device)
+            trees = self.step.caps.makes_trees and width > 1
+            self._results[key] = HostResults(size, width, trees, self.step.tables.device)
         return self._results[key]
 
     def _capture_prefill(self, count: int, flags: SamplingFlags) -> _PrefillGraph:
@@ -352,12 +353,10 @@ class CudaGraphSteps:
             captured.buffers.begin(batch.lengths)
         captured.graph.replay()
         output, results = captured.output, captured.results
-        tokens = output.sampled[:count], output.num_committed[:count]
-        if results is not None:
-            tokens = results.replayed(count)
+        tokens = output.of_first(count) if results is None else results.replayed(count)
         if not captured.whole:
             self.step.observe(output)
-        return DecodeOutput(*tokens)
+        return tokens
 
     def _decode_split(self, batch: DecodeBatch) -> DecodeOutput:
         """A step that does more with the logits than sampling (`split.py`)."""

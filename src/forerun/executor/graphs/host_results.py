@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from forerun.executor.step.inputs import DecodeOutput
 from forerun.kernels.speculation.host_results import store_results
@@ -12,15 +11,18 @@ RING = 4  # steps whose tokens are kept; more than are in flight (`Limits.overla
 
 
 class HostResults:
-    """A ring buffer in pinned memory for steps of B requests and W tokens.
+    """A ring buffer in pinned memory for steps of B requests and W tokens, of chains or trees.
 
     `store` is part of the captured step. It counts the replays on the device, as `replayed` does
     on the host, so both know the row without telling each other.
     """
 
-    def __init__(self, batch_size: int, num_verify_tokens: int, device: torch.device) -> None:
-        self._shape = batch_size, num_verify_tokens
-        size = batch_size * (num_verify_tokens + 1)
+    def __init__(
+        self, batch_size: int, num_verify_tokens: int, trees: bool, device: torch.device
+    ) -> None:
+        self._width, self._trees = num_verify_tokens, trees
+        size = batch_size * (num_verify_tokens * (1 + trees) + 1)
+        self._batch_size = batch_size
         pinned = device.type == "cuda"
         self._ring = torch.zeros(RING, size, dtype=torch.int64, pin_memory=pinned)
         self._count = torch.zeros(1, dtype=torch.int64, device=device)
@@ -28,20 +30,22 @@ class HostResults:
 
     def store(self, out: DecodeOutput) -> None:
         """Queues the last kernel of a step."""
-        store_results(out.sampled, out.num_committed, self._count, self._ring)
+        rows = out.sampled if out.path is None else torch.cat((out.sampled, out.path), 1)
+        store_results(rows, out.num_committed, self._count, self._ring)
 
     def reset(self) -> None:
         """Forgets all steps, after a capture has run some."""
         self._count.zero_()
         self._replays = 0
 
-    def replayed(self, count: int) -> tuple[Tensor, Tensor]:
-        """What the last replay gave `count` requests: (sampled [B, W], num_committed [B]).
+    def replayed(self, count: int) -> DecodeOutput:
+        """What the last replay gave `count` requests: sampled, num_committed and path.
 
         On the host; complete when the step is, and valid until RING - 1 more are launched.
         """
-        row = self._ring[self._replays % RING]
+        ring, width = self._ring[self._replays % RING], self._width
         self._replays += 1
-        batch_size, width = self._shape
-        tokens = batch_size * width
-        return row[:tokens].view(batch_size, width)[:count], row[tokens:][:count]
+        rows = ring[: -self._batch_size].view(self._batch_size, -1)[:count]
+        path = rows[:, width:] if self._trees else None
+        committed = ring[-self._batch_size :][:count]
+        return DecodeOutput(rows[:, :width], committed, path=path)

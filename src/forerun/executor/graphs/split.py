@@ -59,11 +59,7 @@ class SplitStep:
         output = self.output
         if not self.whole:
             self.step.observe(output)
-        return DecodeOutput(
-            sampled=output.sampled[:count],
-            num_committed=output.num_committed[:count],
-            logprobs=sampled.logprobs_along(output.path),
-        )
+        return replace(output.of_first(count), logprobs=sampled.logprobs_along(output.path))
 
 
 def capture_split(

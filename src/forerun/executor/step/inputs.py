@@ -249,6 +249,11 @@ class DecodeOutput:
     path: Tensor | None = None  # [B, W] int64, of `Tree.accept`; None: a chain
     logprobs: Logprobs | None = None  # [R, W]: of the requests of `StepShape.logprobs`
 
+    def of_first(self, count: int) -> DecodeOutput:
+        """The tokens of the first `count` requests."""
+        path = None if self.path is None else self.path[:count]
+        return DecodeOutput(self.sampled[:count], self.num_committed[:count], path=path)
+
 
 @dataclass(frozen=True)
 class PrefillLogprobs:
