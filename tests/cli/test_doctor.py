@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -115,32 +114,3 @@ def test_one_model_at_a_time(forerun) -> None:
     assert "give one of them" in result.err
     assert "Unknown preset" in forerun("doctor", "--preset", "qwen").err
     assert forerun("doctor", "--preset", "qwen3-8b").code == 0
-
-
-def test_a_draft_is_explained(forerun) -> None:
-    folder = HEADS / "dspark-speculators-fillin-pruned-b6"
-    draft = json.loads(
-        forerun("doctor", "--speculative-draft-model-path", str(folder), "--json").out
-    )["draft"]
-    assert draft["head"] == "DSpark head (vanilla Markov, rank 16, confidence head)"
-    assert (draft["layout"], draft["num_drafts"], draft["num_verify_tokens"]) == ("fill-in", 5, 6)
-    assert (draft["vocab_size"], draft["draft_vocab_size"]) == (512, 96)
-    assert draft["weights"] == "as the config says"
-    shown = forerun("doctor", "--speculative-draft-model-path", str(HEADS / "dflash2-zlab-b8")).out
-    assert "draft       head: candidate selector (best 8, rank 16)" in shown
-    assert "draft       convolutions: True" in shown
-
-
-def test_what_is_wrong_with_a_draft(forerun, tmp_path) -> None:
-    source = HEADS / "domino-zlab-shift-b7"
-    config = json.loads((source / "config.json").read_text())
-    shutil.copy(source / "model.safetensors", tmp_path)
-    config["dflash_config"]["gru_hidden_dim"] = 16
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    shown = forerun("doctor", "--speculative-draft-model-path", str(tmp_path), "--json").out
-    assert "prefix_gru.weight_ih_l0" in json.loads(shown)["draft"]["weights"]
-    config["dflash_config"]["gru_layers"] = 2
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    result = forerun("doctor", "--speculative-draft-model-path", str(tmp_path))
-    assert result.code == 2
-    assert "dflash_config has the unknown gru_layers" in result.error.replace("'", "")

@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma4TextConfig
 from transformers.models.gemma4_assistant import Gemma4AssistantConfig, Gemma4AssistantForCausalLM
 
 from forerun import LLM
 from forerun.core.errors import ConfigError
+from forerun.doctor.draft import explain_draft
 from forerun.sampling.noise import gumbel_argmax, seed_key
 from tests.engine.test_chain_drafts import alternate_widths, recorded
 from tests.engine.test_family_targets import config_of, reference
@@ -225,3 +227,27 @@ def test_what_does_not_fit_is_refused(
     (tmp_path / "config.json").write_text(json.dumps({**config, **outer, "text_config": text}))
     with pytest.raises(ConfigError, match=words):
         assisted(root, "gemma4", "plain", speculative_draft_model_path=str(tmp_path))
+
+
+def test_doctor_explains_it(root: Path, tmp_path: Path) -> None:
+    for form, head in (("plain", "all tokens"), ("centroids", "the best 3 of 16 centroids")):
+        source = root / f"gemma4-{form}"
+        found = explain_draft(source)
+        want = {
+            "kind": "Gemma 4's assistant",
+            "algorithms": ["FROZEN_KV_MTP"],
+            "head": head,
+            "layers": 3,
+            "layer_types": TEXT["layer_types"],
+            "num_drafts": 3,
+            "weights": "as the config says",
+        }
+        assert {name: found[name] for name in want} == want
+        folder = tmp_path / form
+        folder.mkdir()
+        (folder / "config.json").write_bytes((source / "config.json").read_bytes())
+        assert explain_draft(folder)["weights"] == "not here"
+        weights = load_file(source / "model.safetensors")
+        weights["model.gru.weight"] = weights.pop("pre_projection.weight")
+        save_file(weights, folder / "model.safetensors")
+        assert "pre_projection.weight" in explain_draft(folder)["weights"]

@@ -20,6 +20,10 @@ class ConfigError(ForerunError, ValueError):
     """An invalid setting, checkpoint or combination, found at start. Exit code 2."""
 
 
+class OtherDraftError(ConfigError):
+    """A draft's files are not of the kind that was expected; another algorithm may read them."""
+
+
 class RequestError(ForerunError, ValueError):
     """A request that cannot be served; raised before it is queued."""
 

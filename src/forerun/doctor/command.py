@@ -60,7 +60,7 @@ def doctor(
         str | None,
         typer.Option(
             "--speculative-draft-model-path",
-            help="A DFLASH draft (folder or Hub name): body, head, row layout, what is unknown",
+            help="A draft (folder or Hub name): its kind, layers, what it reads, what is unknown",
         ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object")] = False,

@@ -11,7 +11,7 @@ from forerun.attention.base import LayerMask, Mask
 from forerun.config.json_files import read_json
 from forerun.config.model_config import ModelConfig, parse_model_config
 from forerun.config.schema import checked
-from forerun.core.errors import ConfigError, shown
+from forerun.core.errors import ConfigError, OtherDraftError, shown
 from forerun.models.block_convolution import ConvolutionConfig
 from forerun.models.dflash_keys import (
     ARCHITECTURES,
@@ -189,13 +189,13 @@ def _check_kind(
     kind, headless = outer.speculators_model_type, head is not None or is_headless(keys)
     if kind is not None:
         if kind != "dflash" and not headless:
-            raise ConfigError(
+            raise OtherDraftError(
                 f"{where} is a speculators {shown(kind)} model; expected a plain 'dflash' one."
             )
         return
     known = headless or bool(set(names) & set(ARCHITECTURES))
     if outer.dflash_config is None and not known:
-        raise ConfigError(
+        raise OtherDraftError(
             f"{where} is not a DFlash draft: it has neither dflash_config (z-lab) nor"
             " speculators_model_type (speculators)."
         )

@@ -10,7 +10,9 @@ P-EAGLE's.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -25,6 +27,7 @@ from forerun.layers.norm import RMSNorm
 from forerun.layers.residual import NO_CAPTURE, AddRMSNorm, FinalRMSNorm, kept
 from forerun.layers.rope import Rope
 from forerun.layers.sharding import Shard
+from forerun.models.checkpoint import Checkpoint
 from forerun.models.decoder_layer import SelfAttention
 from forerun.models.draft_base import (
     OWN_EMBEDDING,
@@ -32,6 +35,7 @@ from forerun.models.draft_base import (
     DraftModel,
     DraftVocab,
     TargetVocab,
+    check_draft,
     dummy_draft,
     own_parts,
     read_draft,
@@ -192,6 +196,25 @@ def load_eagle3(
         own = frozenset({OWN_HEAD} if same else {OWN_EMBEDDING, OWN_HEAD})
         draft = Eagle3Draft(config, place, max_positions, target, own)
         return dummy_draft(draft, load_format, place.comm, quantization)
+    stored = _stored(folder, config, target)
+    return read_draft(*stored, place, max_positions, quantization)
+
+
+def check_eagle3_files(folder: Path) -> None:
+    """Compares a draft's weights with its config, and loads nothing.
+
+    Raises:
+        ConfigError: a tensor is missing, left over, or of another shape.
+    """
+    no_target = cast(TargetVocab, None)  # nothing is computed
+    stored = _stored(folder, load_eagle3_config(folder), no_target)
+    check_draft(*stored, WeightPlacement(torch.bfloat16, torch.device("meta")))
+
+
+def _stored(
+    folder: Path, config: Eagle3Config, target: TargetVocab
+) -> tuple[Callable[[WeightPlacement, int], Eagle3Draft], Checkpoint]:
+    """What builds the draft (as `read_draft` calls it), and its tensors."""
     checkpoint = draft_tensors(folder)
     own = own_parts(checkpoint, config.draft_vocab_size, config.vocab_size)
     if config.hidden_size != config.target_hidden_size and not {OWN_EMBEDDING, OWN_HEAD} <= own:
@@ -204,4 +227,4 @@ def load_eagle3(
     def build(place: WeightPlacement, positions: int) -> Eagle3Draft:
         return Eagle3Draft(config, place, positions, target, own)
 
-    return read_draft(build, checkpoint, place, max_positions, quantization)
+    return build, checkpoint

@@ -17,7 +17,7 @@ from forerun.attention.base import LayerMask, Mask
 from forerun.config.json_files import read_json
 from forerun.config.model_config import ModelConfig, parse_model_config
 from forerun.config.schema import ConfigKeys, LayerId, Object, Size, Token, checked
-from forerun.core.errors import ConfigError, shown
+from forerun.core.errors import ConfigError, OtherDraftError, shown
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.draft_base import DraftConfig, draft_config_file
 
@@ -129,7 +129,7 @@ def parse_eagle3_config(
         config = _parse_specforge(named, read, found[0], where)
         config = replace(config, qk_norm=found[0] + QUERY_NORM in stored)
     else:
-        raise ConfigError(
+        raise OtherDraftError(
             f"{where} is not an EAGLE-3 draft: its architecture is not {ARCHITECTURES[0]}"
             " (SpecForge), it has no speculators_model_type (speculators), and no tensors"
             f" {FUSE} and {LAYER_PREFIXES[0]}{NORM} are beside it."
@@ -175,7 +175,7 @@ def _parse_specforge(
 def _parse_speculators(read: Eagle3Keys, where: str) -> Eagle3Config:
     kind = read.speculators_model_type
     if kind not in KINDS:
-        raise ConfigError(
+        raise OtherDraftError(
             f"{where} is a speculators {shown(kind)} model; expected"
             f" {' or '.join(map(repr, KINDS))}."
         )

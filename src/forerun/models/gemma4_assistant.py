@@ -22,7 +22,7 @@ from forerun.attention.base import AttentionContext, LayerMask, Mask
 from forerun.config.json_files import read_json
 from forerun.config.model_config import ModelConfig, parse_model_config
 from forerun.config.schema import Object, Size, checked
-from forerun.core.errors import ConfigError
+from forerun.core.errors import ConfigError, OtherDraftError
 from forerun.layers.communication import WeightPlacement
 from forerun.layers.linear import Linear
 from forerun.layers.module import Module
@@ -60,7 +60,7 @@ class AssistantConfig:
         """Raises ConfigError: not an assistant, or one that is not supported."""
         keys = checked(AssistantKeys, raw, where)
         if keys.architectures != [ARCHITECTURE] or keys.text_config is None:
-            raise ConfigError(f"{where} is not a {ARCHITECTURE} with a text_config.")
+            raise OtherDraftError(f"{where} is not a {ARCHITECTURE} with a text_config.")
         if keys.backbone_hidden_size is None:
             raise ConfigError(f"{where} lacks 'backbone_hidden_size'.")
         self.target_hidden_size = keys.backbone_hidden_size
@@ -239,13 +239,27 @@ def load_assistant(
     if load_format in DUMMY_FORMATS:
         fill_dummy(draft.weights(), load_format)
     else:
-        checkpoint = Checkpoint(folder)
-        tied = config.model.tie_word_embeddings  # then a stored head is the embedding again
-        harmless = (*HARMLESS, "lm_head.weight") if tied else HARMLESS
-        checkpoint.read_into(draft.weights(), harmless, HINT)
+        Checkpoint(folder).read_into(draft.weights(), _harmless(config), HINT)
     ordering = None if draft.masked_embedding is None else draft.masked_embedding.token_ordering
     if ordering is not None and not 0 <= int(ordering.min()) <= int(ordering.max()) < len(ordering):
         raise ConfigError(f"{folder}: token_ordering leads outside the vocabulary.")
     quantize_draft(draft, quantization)
     draft.prepare()
     return draft
+
+
+def check_assistant_files(folder: Path, config: AssistantConfig) -> None:
+    """Compares a draft's weights with its config, and loads nothing.
+
+    Raises:
+        ConfigError: a tensor is missing, left over, or of another shape.
+    """
+    place = WeightPlacement(torch.bfloat16, torch.device("meta"))
+    any_sources = tuple(range(config.model.num_layers))  # nothing is computed
+    draft = Gemma4Assistant(config, any_sources, place, 1)
+    Checkpoint(folder).check(draft.weights(), _harmless(config), HINT)
+
+
+def _harmless(config: AssistantConfig) -> tuple[str, ...]:
+    tied = config.model.tie_word_embeddings  # then a stored head is the embedding again
+    return (*HARMLESS, "lm_head.weight") if tied else HARMLESS

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from forerun.config.model_config import load_model_config
+from forerun.config.model_config import ModelConfig, load_model_config
 from forerun.core.errors import ConfigError
 from forerun.kernels.gemm.quantized import QuantizedWeight
 from forerun.layers.communication import WeightPlacement
@@ -71,19 +71,14 @@ def load_target_at(
         raise ConfigError(f"{folder} is not a folder; {FIX_FOLDER}.")
     config = load_model_config(folder)
     build = model_class(config)
-    stored = weight_format(config, place.quantization)
     check_groups(place)
     positions = max_positions or config.max_position
     if load_format in DUMMY_FORMATS:
         model = build(config, place, positions)
-        _fill_dummy(model, place, load_format, stored)
+        _fill_dummy(model, place, load_format)
     else:
-        checkpoint = Checkpoint(folder, stored)
-        checkpoint.rename(further_layers.prefixes_to_rename(config))
-        further = further_layers.prefixes(config)  # drafts read these
-        checkpoint.keep(lambda name: not name.startswith(further))
         # Without memory first: what does not fit the files is refused before it is allocated.
-        _read(build(config, place.on_meta(), 1), checkpoint, place.on_meta(), only_check=True)
+        checkpoint = _checked(folder, config, place.on_meta())
         model = build(config, place, positions)
         _read(model, checkpoint, place)
         fold_kv_scales(model, checkpoint, kv_dtype)
@@ -91,10 +86,28 @@ def load_target_at(
     return model
 
 
-def _fill_dummy(
-    model: CausalLM, place: WeightPlacement, load_format: str, stored: WeightFormat | None
-) -> None:
+def check_target_files(folder: Path, config: ModelConfig) -> None:
+    """Compares a model's weights with its config, and loads nothing.
+
+    Raises:
+        ConfigError: a tensor is missing, left over, or of another shape.
+    """
+    _checked(folder, config, WeightPlacement(torch.bfloat16, torch.device("meta")))
+
+
+def _checked(folder: Path, config: ModelConfig, place: WeightPlacement) -> Checkpoint:
+    """The tensors of a model, which are those of its config. `place`: on the meta device."""
+    checkpoint = Checkpoint(folder, weight_format(config, place.quantization))
+    checkpoint.rename(further_layers.prefixes_to_rename(config))
+    further = further_layers.prefixes(config)  # drafts read these
+    checkpoint.keep(lambda name: not name.startswith(further))
+    _read(model_class(config)(config, place, 1), checkpoint, place, only_check=True)
+    return checkpoint
+
+
+def _fill_dummy(model: CausalLM, place: WeightPlacement, load_format: str) -> None:
     """Allocates and fills the weights, packed as the checkpoint's format or `quantization` says."""
+    stored = weight_format(model.config, place.quantization)
     for experts in model.modules(Experts):
         experts.fused = experts.can_be_fused  # thousands of tensors fewer
     made = stored if stored is not None and stored.keeps_dummy else None

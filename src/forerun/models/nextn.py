@@ -22,7 +22,7 @@ from torch import Tensor
 
 from forerun.attention.base import AttentionContext, LayerMask, Mask
 from forerun.config.model_config import ModelConfig, load_model_config
-from forerun.core.errors import ConfigError
+from forerun.core.errors import ConfigError, OtherDraftError
 from forerun.kvcache.layouts import ModelLayout
 from forerun.layers.attention import KVLayer
 from forerun.layers.communication import SINGLE_RANK, Communicator, WeightPlacement
@@ -47,10 +47,10 @@ class NextNConfig:
     """What the layer takes from the `config.json` of the model it was trained with."""
 
     def __init__(self, model: ModelConfig, where: str) -> None:
-        """Raises ConfigError: the checkpoint has no such layer."""
+        """Raises OtherDraftError: the checkpoint has no such layer."""
         self.prefixes = prefixes(model)
         if not self.prefixes:
-            raise ConfigError(
+            raise OtherDraftError(
                 f"{where} has no layer that predicts further ahead ({COUNT} is missing or 0);"
                 " set speculative_draft_model_path to a checkpoint that has, or use another"
                 " speculative_algorithm."
@@ -178,16 +178,36 @@ def load_nextn(
             experts.fused = True  # thousands of tensors fewer
         fill_dummy(draft.weights(), load_format, shards=draft.shards(), comm=place.comm)
     else:
-        checkpoint = Checkpoint(folder, weight_format(config.model))
-        checkpoint.rename(prefixes_to_rename(config.model))
-        checkpoint.keep(lambda name: name.startswith(config.prefixes))
-        hint = f"config.json promises {config.count} more than num_hidden_layers ({COUNT})."
-        shape = NextNDraft(config, place.on_meta(), 1)
-        choose_expert_layout(shape, checkpoint.headers)
-        checkpoint.check(shape.weights(), SHARED, hint, shape.shards())
+        checkpoint = check_nextn_files(folder, config, place.on_meta())
         draft = NextNDraft(config, place, max_positions)
         choose_expert_layout(draft, checkpoint.headers)
+        hint = _hint(config)
         checkpoint.read_into(draft.weights(), SHARED, hint, draft.shards(), place.comm)
     quantize_draft(draft, quantization)
     draft.prepare()
     return draft
+
+
+def check_nextn_files(folder: Path, config: NextNConfig, place: WeightPlacement) -> Checkpoint:
+    """Compares the layers' weights with the config, and loads nothing.
+
+    Args:
+        place: on the meta device.
+
+    Returns:
+        The layers' tensors.
+
+    Raises:
+        ConfigError: a tensor is missing, left over, or of another shape.
+    """
+    checkpoint = Checkpoint(folder, weight_format(config.model))
+    checkpoint.rename(prefixes_to_rename(config.model))
+    checkpoint.keep(lambda name: name.startswith(config.prefixes))
+    shape = NextNDraft(config, place, 1)
+    choose_expert_layout(shape, checkpoint.headers)
+    checkpoint.check(shape.weights(), SHARED, _hint(config), shape.shards())
+    return checkpoint
+
+
+def _hint(config: NextNConfig) -> str:
+    return f"config.json promises {config.count} more than num_hidden_layers ({COUNT})."

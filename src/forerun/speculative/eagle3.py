@@ -49,9 +49,7 @@ class Eagle3(HiddenStateChain):
     @classmethod
     def resolve(cls, config: EngineConfig, target: ModelConfig, dtype: torch.dtype) -> SpecCaps:
         folder, draft = _read(config)
-        parallel = draft.mask_token_id is not None
-        steps = _trained_steps(folder) or (PARALLEL_STEPS if parallel else DEFAULT_STEPS)
-        drafts = resolve_num_drafts(config, steps, trees=True)
+        drafts = resolve_num_drafts(config, default_steps(folder, draft), trees=True)
         check_match(folder, "target hidden size", draft.target_hidden_size, target.hidden_size)
         check_match(folder, "vocabulary", draft.vocab_size, target.vocab_size)
         caps = SpecCaps(
@@ -67,7 +65,7 @@ class Eagle3(HiddenStateChain):
             deferred_observe=True,
             reads_hidden_states=False,
         )
-        return resolve_tree(config, caps, AT_ONCE if parallel else None)
+        return resolve_tree(config, caps, None if draft.mask_token_id is None else AT_ONCE)
 
     def load(self, ctx: DraftContext) -> None:
         folder, config = _read(ctx.config)
@@ -102,6 +100,12 @@ class Eagle3(HiddenStateChain):
 def _read(config: EngineConfig) -> tuple[Path, Eagle3Config]:
     folder = config.required_draft_path()
     return folder, load_eagle3_config(folder)
+
+
+def default_steps(folder: Path, draft: Eagle3Config) -> int:
+    """Drafts per step where no setting says another number."""
+    parallel = draft.mask_token_id is not None
+    return _trained_steps(folder) or (PARALLEL_STEPS if parallel else DEFAULT_STEPS)
 
 
 class _Method(msgspec.Struct):

@@ -29,7 +29,7 @@ from forerun.speculative.beam_tree import TOPK, BeamTree, resolve_tree
 from forerun.speculative.chain import NUM_STEPS, HiddenStateChain, check_match, resolve_num_drafts
 from forerun.speculative.sharding import rank_layout
 
-DEFAULT_STEPS = 3  # more, if there are more layers
+DEFAULT_STEPS = 3
 
 
 class NextN(HiddenStateChain):
@@ -40,8 +40,8 @@ class NextN(HiddenStateChain):
     @classmethod
     def resolve(cls, config: EngineConfig, target: ModelConfig, dtype: torch.dtype) -> SpecCaps:
         folder, draft = _read(config)
-        steps = max(DEFAULT_STEPS, draft.count)
-        model, drafts = draft.model, resolve_num_drafts(config, steps, trees=True)
+        model = draft.model
+        drafts = resolve_num_drafts(config, default_steps(draft), trees=True)
         check_match(folder, "hidden size", model.hidden_size, target.hidden_size)
         check_match(folder, "vocabulary", model.vocab_size, target.vocab_size)
 
@@ -78,6 +78,11 @@ class NextN(HiddenStateChain):
 
     def target_hidden_states(self, step: ObserveInput) -> Tensor:
         return step.hidden_states
+
+
+def default_steps(draft: NextNConfig) -> int:
+    """Drafts per step where no setting says another number."""
+    return max(DEFAULT_STEPS, draft.count)
 
 
 class _SharedEnds:

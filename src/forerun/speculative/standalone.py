@@ -60,8 +60,7 @@ class Standalone(SpeculativeAlgorithm):
     @classmethod
     def resolve(cls, config: EngineConfig, target: ModelConfig, dtype: torch.dtype) -> SpecCaps:
         folder, model = _read(config)
-        mask = _mask_token(folder, model)
-        drafts = resolve_num_drafts(config, DEFAULT_STEPS if mask is None else PARALLEL_STEPS)
+        drafts = resolve_num_drafts(config, default_steps(mask_token(folder, model)))
         _check_vocabulary(config, folder, model, target)
         if model.longest_context < (context := config.context_length or target.max_position):
             log.warning(
@@ -87,7 +86,7 @@ class Standalone(SpeculativeAlgorithm):
         place = WeightPlacement(ctx.dtype, ctx.device, ctx.comm, quantization, allocate=False)
         self._draft = load_target_at(place, folder, ctx.config.load_format, ctx.max_positions)
         self._clamps_ids = config.vocab_size < ctx.target.config.vocab_size
-        self._mask = _mask_token(folder, config)
+        self._mask = mask_token(folder, config)
         if self._mask is not None and ctx.comm.rank == 0:
             log.info("The draft %s predicts in parallel; its mask is token %d.", folder, self._mask)
 
@@ -137,7 +136,12 @@ class Standalone(SpeculativeAlgorithm):
 MASK_KEYS = "pard_token", "ptd_token_id"  # of config.json
 
 
-def _mask_token(folder: Path, draft: ModelConfig) -> int | None:
+def default_steps(mask: int | None) -> int:
+    """Drafts per step where no setting says another number. `mask`: of `mask_token`."""
+    return DEFAULT_STEPS if mask is None else PARALLEL_STEPS
+
+
+def mask_token(folder: Path, draft: ModelConfig) -> int | None:
     """Returns the token that stands for those to predict, of a draft that predicts in parallel.
 
     Raises:
@@ -158,6 +162,15 @@ def _mask_token(folder: Path, draft: ModelConfig) -> int | None:
 
 def _read(config: EngineConfig) -> tuple[Path, ModelConfig]:
     folder = config.required_draft_path()
+    return folder, read_standalone(folder)
+
+
+def read_standalone(folder: Path) -> ModelConfig:
+    """The config of a model that can be a draft.
+
+    Raises:
+        ConfigError: there is none, or the engine lacks its architecture.
+    """
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder; {FIX_FOLDER}.")
     model = load_model_config(folder)
@@ -167,7 +180,7 @@ def _read(config: EngineConfig) -> tuple[Path, ModelConfig]:
             f"the draft {folder} ({model.architecture}) has recurrent layers, whose state a draft"
             " does not keep; use a model with attention alone, or another speculative_algorithm."
         )
-    return folder, model
+    return model
 
 
 def _layout(
@@ -211,7 +224,7 @@ def _check_vocabulary(
             )
         return
     theirs, ours = _vocabulary(folder), _vocabulary(Path(own).expanduser())
-    mask = _mask_token(folder, draft)
+    mask = mask_token(folder, draft)
     if mask is not None:  # added to the draft's
         theirs = {token: i for token, i in theirs.items() if i != mask}
         ours = {token: i for token, i in ours.items() if i != mask}

@@ -1,0 +1,174 @@
+"""`forerun doctor --speculative-draft-model-path`: what a draft is, and what is wrong with it.
+
+Gemma 4's assistant is in tests/engine/test_gemma4_assistant.py.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from forerun.core.errors import ConfigError
+from forerun.doctor.draft import explain_draft
+from forerun.speculative.registry import BUILT_IN
+from tests import chain_models as models
+from tests.golden_engine import GOLDEN
+
+HEADS = GOLDEN.parent / "heads"
+
+
+def test_a_block_draft(forerun) -> None:
+    folder = HEADS / "dspark-speculators-fillin-pruned-b6"
+    draft = json.loads(
+        forerun("doctor", "--speculative-draft-model-path", str(folder), "--json").out
+    )["draft"]
+    assert draft["head"] == "DSpark head (vanilla Markov, rank 16, confidence head)"
+    assert draft["algorithms"] == ["DFLASH"]
+    assert (draft["layout"], draft["num_drafts"], draft["num_verify_tokens"]) == ("fill-in", 5, 6)
+    assert (draft["vocab_size"], draft["draft_vocab_size"]) == (512, 96)
+    assert draft["weights"] == "as the config says"
+    shown = forerun("doctor", "--speculative-draft-model-path", str(HEADS / "dflash2-zlab-b8")).out
+    assert "draft       head: candidate selector (best 8, rank 16)" in shown
+    assert "draft       convolutions: True" in shown
+
+
+EXPECTED: dict[str, tuple[Callable[[Path], Any], dict[str, Any]]] = {
+    "eagle3": (
+        models.eagle3,
+        {
+            "kind": "EAGLE-3 head",
+            "algorithms": ["EAGLE3"],
+            "num_drafts": 5,
+            "rows": "a pass for each draft",
+            "target_layer_ids": [1, 3, 4],
+            "mask_token": None,
+            "draft_vocab_size": models.PRUNED,
+        },
+    ),
+    "speculators": (
+        partial(models.eagle3, whole=True),
+        {
+            "kind": "EAGLE-3 head",
+            "num_drafts": 2,
+            "num_verify_tokens": 3,
+            "target_layer_ids": [1, 3, 4],
+            "draft_vocab_size": models.VOCAB,
+        },
+    ),
+    "p-eagle": (
+        models.peagle,
+        {
+            "kind": "P-EAGLE head",
+            "algorithms": ["EAGLE3"],
+            "layers": 2,
+            "num_drafts": 8,
+            "rows": "one pass over masks",
+            "mask_token": models.MASK,
+        },
+    ),
+    "mtp": (
+        models.nextn,
+        {
+            "kind": "multi-token prediction of LlamaForCausalLM",
+            "algorithms": ["NEXTN", "EAGLE"],
+            "layers": 1,
+            "target_layers": models.LAYERS,
+            "num_drafts": 3,
+            "reads": "the target's hidden state after its final norm, then each layer's own",
+        },
+    ),
+    "mtp-layers": (
+        partial(models.nextn, layers=4),
+        {
+            "layers": 4,
+            "num_drafts": 4,
+            "rows": "a pass for each draft, of layers 1 to 4 and of the last one again",
+        },
+    ),
+    "standalone": (
+        models.standalone,
+        {
+            "kind": "a model of its own",
+            "algorithms": ["STANDALONE"],
+            "layers": models.LAYERS,
+            "num_drafts": 4,
+            "mask_token": None,
+        },
+    ),
+    "pard": (
+        models.pard,
+        {
+            "kind": "PARD's model",
+            "algorithms": ["STANDALONE"],
+            "num_drafts": 8,
+            "rows": "one pass over masks",
+            "mask_token": models.MASK,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", EXPECTED)
+def test_every_kind_is_told_by_its_files(kind: str, tmp_path: Path) -> None:
+    """With weights, without one of them, with one too many, and from the config alone."""
+    make, expected = EXPECTED[kind]
+    folder = tmp_path / kind
+    make(folder)
+    found = explain_draft(folder)
+    assert {name: found[name] for name in expected} == expected
+    assert found["weights"] == "as the config says"
+    assert set(found["algorithms"]) <= set(BUILT_IN)
+    assert json.loads(json.dumps(found)) == found
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    last = max(name for name in weights if "mlp" in name)
+    save_file({name: w for name, w in weights.items() if name != last}, path)
+    assert last in explain_draft(folder)["weights"]
+    unknown = last.partition("mlp")[0] + "gru.weight"
+    save_file({**weights, unknown: torch.ones(3)}, path)
+    assert unknown in explain_draft(folder)["weights"]
+    path.unlink()
+    assert explain_draft(folder) == {**found, "weights": "not here"}
+
+
+def test_an_eagle3_head_under_another_name(tmp_path: Path) -> None:
+    """Community files say LlamaForCausalLM; keys without a meaning are listed."""
+    models.eagle3(tmp_path)
+    path = tmp_path / "config.json"
+    config = {**models.EAGLE3, "architectures": ["LlamaForCausalLM"]}
+    config["eagle_config"] = {**config["eagle_config"], "use_aux_hidden_state": True, "tap": 3}
+    path.write_text(json.dumps(config))
+    found = explain_draft(tmp_path)
+    assert (found["kind"], found["keys_not_read"]) == ("EAGLE-3 head", ["tap"])
+
+
+def test_what_is_no_draft(tmp_path: Path) -> None:
+    config = {**models.CONFIG, "architectures": ["MedusaModel"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="Architecture 'MedusaModel' is not supported"):
+        explain_draft(tmp_path)
+    with pytest.raises(ConfigError, match="is not a folder"):
+        explain_draft(tmp_path / "none")
+
+
+def test_what_is_wrong_with_a_draft(forerun, tmp_path) -> None:
+    source = HEADS / "domino-zlab-shift-b7"
+    config = json.loads((source / "config.json").read_text())
+    shutil.copy(source / "model.safetensors", tmp_path)
+    config["dflash_config"]["gru_hidden_dim"] = 16
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shown = forerun("doctor", "--speculative-draft-model-path", str(tmp_path), "--json").out
+    assert "prefix_gru.weight_ih_l0" in json.loads(shown)["draft"]["weights"]
+    config["dflash_config"]["gru_layers"] = 2
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    result = forerun("doctor", "--speculative-draft-model-path", str(tmp_path))
+    assert result.code == 2
+    assert "dflash_config has the unknown gru_layers" in result.error.replace("'", "")
