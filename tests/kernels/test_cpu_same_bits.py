@@ -17,8 +17,10 @@ from forerun.attention.capabilities import LayerMask
 from forerun.kernels.cpu import attention, gemm, library, norm
 from forerun.kernels.cpu.gemm import Format
 from forerun.kernels.elementwise.qk_norm_rope import HeadNorms, RopePositions
+from forerun.kernels.speculation.tree import unpack_bits
+from tests.kernels.attention_support import random_tree
 from tests.kernels.cpu_levels import at_levels
-from tests.kernels.test_cpu_attention import Pair
+from tests.kernels.test_cpu_attention import PAGE, Pair
 from tests.kernels.test_cpu_gemm import epilogues, operands
 
 pytestmark = [
@@ -124,3 +126,30 @@ def test_attention(window: int | None, heads: tuple[int, int, int], dtype: torch
             part = slice(offset, offset + tokens)
             rows = q.view_as(whole)[:, part].flatten(0, 1)
             assert torch.equal(attend(plan(few), 0, spec, rows), whole[:, part].flatten(0, 1))
+
+
+@pytest.mark.parametrize("heads", [(4, 4, 64), (4, 2, 64), (3, 1, 20)])
+def test_trees(heads: tuple[int, int, int]) -> None:
+    """A tree's token has the bits of a chain of its ancestors, whose K/V is where theirs was."""
+    width, dtype = 70, torch.bfloat16
+    pair = Pair([1015, 60], heads, dtype)
+    spec, plan = AttentionSpec(LayerMask(), 0.125), pair.ours.plan
+    words = torch.tensor([random_tree(width, pair.draw) for _ in range(2)])
+    q = pair.queries(2 * width)
+    torch.set_num_threads(2)
+    whole = pair.ours.attend(plan(pair.batch(width, tree=words)), 0, spec, q).view(2, width, -1)
+    pools = pair.pools.k(0), pair.pools.v(0)
+    kept = [pool.clone() for pool in pools]
+    for node in (0, 1, 7, 30, width - 1):
+        path = unpack_bits(words[:, node], width)
+        for request, seen in enumerate(path):
+            at = pair.start[request] + seen.nonzero().flatten()
+            to = pair.start[request] + torch.arange(len(at))
+            slots, new = (pair.table[request, p // PAGE].long() * PAGE + p % PAGE for p in (at, to))
+            for pool, old in zip(pools, kept, strict=True):
+                pool.copy_(old)
+                pool.flatten(0, 1)[new] = old.flatten(0, 1)[slots]
+            one = replace(pair.batch(1), start=pair.start + len(at) - 1)
+            rows = q.view(2, width, *q.shape[1:])[:, node]
+            got = pair.ours.attend(plan(one), 0, spec, rows.contiguous())
+            assert torch.equal(got[request].flatten(), whole[request, node])

@@ -4,8 +4,9 @@
 // context. K/V is read in blocks of BLOCK positions: K is transposed, so that a register holds
 // scores of LANES positions, and the softmax is kept up block by block (FlashAttention-2, arXiv
 // 2307.08691). Blocks and parts begin at multiples of their size, and a position that a token does
-// not see adds exactly nothing. So a token's result depends neither on the other tokens nor on the
-// number of threads.
+// not see adds exactly nothing. A tree's token has its ancestors where a chain of them would have
+// been. So a token's result depends on what it sees alone, not on the other tokens, on siblings or
+// on the number of threads.
 #include <algorithm>
 #include <type_traits>
 #include <utility>
@@ -45,25 +46,37 @@ struct Tile {
     int64_t start, length;  // of the request: its first position, its number of tokens
 };
 
-// The positions that a token may see: [begin, end); a tree forbids some in between.
+// The positions that a token sees: [begin, end).
 struct Span {
     int64_t begin, end;
 };
 
+// The bits of a tree's token, 64 to a word.
+inline const int64_t* tree_row(const Attention& a, const Tile& tile, int64_t token) {
+    return a.tree + (tile.request * a.q_len + token) * ((a.q_len + 63) / 64);
+}
+
 inline Span span_of(const Attention& a, const Tile& tile, int64_t token) {
-    const int64_t position = tile.start + token;
     if (a.block_mask)
         return {a.window ? std::max<int64_t>(0, tile.start - a.window) : 0,
                 tile.start + tile.length};
-    if (a.tree != nullptr) return {0, tile.start + tile.length};
+    if (a.tree != nullptr) {
+        int64_t seen = 0;  // of the tree
+        for (int64_t w = 0; w < (a.q_len + 63) / 64; w++)
+            seen += __builtin_popcountll(uint64_t(tree_row(a, tile, token)[w]));
+        return {0, tile.start + seen};
+    }
+    const int64_t position = tile.start + token;
     return {a.window ? std::max<int64_t>(0, position - a.window + 1) : 0, position + 1};
 }
 
-inline bool tree_sees(const Attention& a, const Tile& tile, int64_t token, int64_t position) {
-    const int64_t other = position - tile.start;
-    if (other < 0) return true;
-    const int64_t words = (a.q_len + 63) / 64;
-    return (a.tree[(tile.request * a.q_len + token) * words + other / 64] >> other % 64) & 1;
+// The KV positions at which the ancestors of a tree's token were written, and its own, in their
+// order. A chain of them would have stood at the first positions from the start on.
+inline std::vector<int64_t> tree_path(const Attention& a, const Tile& tile, int64_t token) {
+    std::vector<int64_t> path;
+    for (int64_t i = 0; i <= token; i++)
+        if (tree_row(a, tile, token)[i / 64] >> i % 64 & 1) path.push_back(tile.start + i);
+    return path;
 }
 
 // The softmax of the rows of a tile so far. Rows are tokens, then heads of the group.
@@ -73,16 +86,24 @@ struct State {
     float* out;      // [rows, D], not yet divided by sum
 };
 
-// Where a block's positions are in the pools: `count` offsets, in values.
-inline int find_block(const Attention& a, const Tile& tile, int64_t begin, int64_t end,
-                      int64_t* offsets) {
+// Where a block's positions are in the pools: `count` offsets, in values. `path`: where those from
+// the request's start on were written, of a tree; else in order.
+inline int find_block(const Attention& a, const Tile& tile, const int64_t* path, int64_t begin,
+                      int64_t end, int64_t* offsets) {
     const int count = int(std::min<int64_t>(BLOCK, end - begin));
     const int32_t* pages = a.page_table + tile.request * a.page_stride;
     const int64_t row = a.kv_heads * a.dim;
+    const auto offset = [&](int64_t page, int64_t place) {
+        return (pages[page] * a.page_size + place) * row + tile.kv_head * a.dim;
+    };
     int64_t page = begin / a.page_size, place = begin % a.page_size;
     for (int i = 0; i < count; i++) {
-        offsets[i] = (pages[page] * a.page_size + place) * row + tile.kv_head * a.dim;
+        offsets[i] = offset(page, place);
         if (++place == a.page_size) page++, place = 0;
+    }
+    for (int64_t i = std::max<int64_t>(0, tile.start - begin); path != nullptr && i < count; i++) {
+        const int64_t at = path[begin + i - tile.start];
+        offsets[i] = offset(at / a.page_size, at % a.page_size);
     }
     return count;
 }
@@ -194,10 +215,6 @@ inline void mask_row(const Attention& a, const Tile& tile, int64_t token, int64_
     if (span.begin > begin || span.end < begin + BLOCK)
         for (int i = 0; i < BLOCK; i++)
             if (begin + i < span.begin || begin + i >= span.end) scores[i] = -INFINITY;
-    if (a.tree != nullptr && begin + BLOCK > tile.start)
-        for (int i = 0; i < BLOCK; i++)
-            if (scores[i] != -INFINITY && !tree_sees(a, tile, token, begin + i))
-                scores[i] = -INFINITY;
 }
 
 // Scores of a row become weights relative to its largest score so far; returns what the sums
@@ -265,18 +282,19 @@ void add_all(const P* const* values, int count, const float* weights, int64_t ro
         add_all<P, ROWS / 2>(values, count, weights + r * BLOCK, rows - r, dim, out + r * dim);
 }
 
-// Positions [begin, end) of the context for all rows of a tile; q is scaled already.
+// Positions [begin, end) for all rows of a tile; q is scaled already. `path`: of a tree's token.
 template <class P>
-void attend_part(const Attention& a, const Tile& tile, const float* q, int64_t begin, int64_t end,
-                 State state, float* keys) {
+void attend_blocks(const Attention& a, const Tile& tile, const int64_t* path, const float* q,
+                   int64_t begin, int64_t end, State state, float* keys) {
     const int64_t group = a.heads / a.kv_heads, rows = tile.tokens * group;
     const P *k_pool = static_cast<const P*>(a.k_pool), *v_pool = static_cast<const P*>(a.v_pool);
     float scores[MAX_ROWS * BLOCK];
     int64_t offsets[BLOCK], next[BLOCK];
     const int64_t first = begin / BLOCK * BLOCK;
-    int count = find_block(a, tile, first, end, offsets);
+    int count = find_block(a, tile, path, first, end, offsets);
     for (int64_t p = first; p < end; p += BLOCK) {
-        const int next_count = p + BLOCK < end ? find_block(a, tile, p + BLOCK, end, next) : 0;
+        const int next_count =
+            p + BLOCK < end ? find_block(a, tile, path, p + BLOCK, end, next) : 0;
         prefetch_rows(k_pool, next, next_count, a.dim);
         score_block(q, k_pool, offsets, count, rows, a.dim, keys, scores);
         prefetch_rows(v_pool, next, next_count, a.dim);
@@ -295,6 +313,24 @@ void attend_part(const Attention& a, const Tile& tile, const float* q, int64_t b
         add_all<P, 4>(values, count, scores, rows, a.dim, state.out);
         std::copy(next, next + next_count, offsets);
         count = next_count;
+    }
+}
+
+// The same of any tile. A tree's tokens share the blocks before the one in which the tree begins.
+template <class P>
+void attend_part(const Attention& a, const Tile& tile, const float* q, int64_t begin, int64_t end,
+                 State state, float* keys) {
+    if (a.tree == nullptr) return attend_blocks<P>(a, tile, nullptr, q, begin, end, state, keys);
+    const int64_t group = a.heads / a.kv_heads;
+    const int64_t own = std::min(end, std::max(begin, tile.start / BLOCK * BLOCK));
+    attend_blocks<P>(a, tile, nullptr, q, begin, own, state, keys);
+    for (int64_t i = 0; i < tile.tokens; i++) {
+        Tile token = tile;
+        token.token += i, token.tokens = 1;
+        const std::vector<int64_t> path = tree_path(a, tile, token.token);
+        const int64_t row = i * group, last = std::min(end, span_of(a, tile, token.token).end);
+        const State rows = {state.largest + row, state.sum + row, state.out + row * a.dim};
+        attend_blocks<P>(a, token, path.data(), q + row * a.dim, own, last, rows, keys);
     }
 }
 

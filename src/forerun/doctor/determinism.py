@@ -1,0 +1,281 @@
+"""`forerun doctor --determinism`: whether a token has the same bits however it is computed.
+
+Texts are generated one by one by plain decoding, from a few random tokens each: the reference.
+Then parts of them are prompts, and the rest is generated again in other ways: in batches, with
+drafts, in chunks, over other pages, after prefix hits and preemptions. The log-probabilities of
+every token, of prompts and of what is generated, must be those of the reference, bit for bit.
+
+Where they differ, the way and the reference run again under observation (`observer.py`), which
+names the first layer and kernel whose output differs.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from forerun import LLM
+from forerun.cli.settings import without_speculation
+from forerun.core.errors import ConfigError, ForerunError
+from forerun.doctor.observer import LayerObserver
+from forerun.speculative.registry import algorithm_names, get_algorithm
+
+LOOKUPS = ("NGRAM", "SUFFIX")  # algorithms without a draft model
+TOP = 4  # most probable tokens whose log-probabilities are compared too
+SLOTS = 8  # requests at once, so that prompts start while others decode
+
+Progress = Callable[[str], None]
+Watch = Callable[[LLM], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is tried."""
+
+    requests: int = 12
+    tokens: int = 96  # of each text
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to compute the texts, that must not change a bit."""
+
+    name: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    scores: bool = False  # whole texts as prompts, nothing generated
+    scores_prompts: bool = True  # log-probabilities of prompts too, which no prefix hit has
+    twice: bool = False  # the second time with prefix hits
+    tight: bool = False  # pages for a few requests only: others are preempted
+
+
+@dataclass(frozen=True)
+class Text:
+    """One text of the reference."""
+
+    ids: list[int]
+    prompt: int  # how many of them were given
+    sampling: dict[str, Any]
+    logprobs: list[tuple[Any, ...]]  # of ids[prompt:], each with those of the most probable tokens
+
+
+@dataclass
+class Found:
+    """What came of a way. Compared are tokens up to the first that is another one."""
+
+    name: str
+    refused: str | None = None  # why this model or machine cannot do it
+    requests: int = 0
+    differing_requests: int = 0
+    tokens: int = 0
+    differing_tokens: int = 0
+    other_texts: int = 0  # requests whose text is another one
+    accept_length: float | None = None
+    preemptions: int = 0
+    cached_tokens: int = 0
+    first: dict[str, Any] | None = None  # where the first difference comes from
+
+    @property
+    def equal(self) -> bool:
+        return self.differing_requests == 0
+
+
+def check_determinism(
+    settings: Mapping[str, Any], sizes: Sizes, progress: Progress = lambda name: None
+) -> dict[str, Any]:
+    """Runs all ways.
+
+    Args:
+        settings: of the engine, as keywords of `LLM`.
+        progress: called with the name of what runs next.
+
+    Returns:
+        The report, as JSON values; `deterministic` is whether no bit differs.
+
+    Raises:
+        ConfigError: invalid settings.
+    """
+    progress("plain decoding, one request at a time")
+    plain = _plain(settings)
+    with LLM(**plain) as llm:
+        chosen = llm.explain()
+        texts = _reference(llm, sizes)
+    found = []
+    for way in ways(settings, texts):
+        progress(way.name)
+        found.append(_try(plain, way, texts, sizes))
+    for each, way in zip(found, ways(settings, texts), strict=True):
+        if not each.equal:
+            progress(f"{way.name}: where")
+            each.first = _locate(plain, way, texts, sizes)
+    names = "architecture", "device", "dtype", "tp_size"
+    return {
+        **{name: chosen[name] for name in names},
+        **asdict(sizes),
+        "ways": [asdict(each) | {"equal": each.equal} for each in found],
+        "deterministic": all(each.equal for each in found),
+    }
+
+
+def ways(settings: Mapping[str, Any], texts: Sequence[Text]) -> list[Way]:
+    """What is tried; `settings` are added to each."""
+    length = max(len(text.ids) for text in texts)
+    own = {name: v for name, v in settings.items() if name not in without_speculation(settings)}
+    few = {"max_total_tokens": 3 * length // 256 * 256 + 256}
+    plain = [
+        Way("batches"),
+        Way("batches, without graphs", {"disable_cuda_graph": True}),
+        Way("batches, prompts in chunks of 7", {"chunked_prefill_size": 7}),
+        Way("pages of 1 token", {"page_size": 1}),
+        Way("pages of 64 tokens", {"page_size": 64}),
+        Way("prefix hits", {"disable_radix_cache": False}, scores_prompts=False, twice=True),
+        Way("preemption", few, scores_prompts=False, tight=True),
+        Way("scoring of whole texts", scores=True),
+    ]
+    return [*plain, *_drafted(settings, own, few)]
+
+
+def _drafted(
+    settings: Mapping[str, Any], own: Mapping[str, Any], few: Mapping[str, Any]
+) -> Iterator[Way]:
+    """With drafts: those of the settings as they are, and others in two widths."""
+    if own:
+        yield Way(f"{own['speculative_algorithm']} as configured", own)
+        yield Way(
+            f"{own['speculative_algorithm']}, prefix hits and chunks of 7",
+            {**own, "chunked_prefill_size": 7, "disable_radix_cache": False},
+            scores_prompts=False,
+            twice=True,
+        )
+    bundled = [name for name in algorithm_names() if get_algorithm(name).bundled_draft]
+    for name in (*(() if "model_path" in settings else bundled), *LOOKUPS):
+        for width in (3, 8):
+            fixed = {"speculative_algorithm": name, "speculative_adaptive": False}
+            given = {**fixed, "speculative_num_draft_tokens": width}
+            yield Way(f"{name}, {width} tokens per pass", given)
+        fixed |= {"chunked_prefill_size": 16, **few}
+        yield Way(f"{name}, preemption, chunks of 16", fixed, scores_prompts=False, tight=True)
+
+
+def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of the reference."""
+    fixed = {"skip_tokenizer_init": True, "disable_radix_cache": True}
+    return {"max_running_requests": SLOTS, **without_speculation(settings), **fixed}
+
+
+def _reference(llm: LLM, sizes: Sizes) -> list[Text]:
+    """Texts by plain decoding, one request at a time; every second one greedy."""
+    rng = random.Random(sizes.seed)
+    texts = []
+    for index in range(sizes.requests):
+        prompt = [rng.randrange(llm.engine.info.vocab_size) for _ in range(rng.randint(1, 4))]
+        sampling = {"temperature": 0.0} if index % 2 else {"temperature": 0.8, "top_p": 0.95}
+        sampling |= {"sampling_seed": sizes.seed + index, "ignore_eos": True}
+        more = {"max_new_tokens": sizes.tokens - len(prompt)}
+        out = llm.generate(
+            input_ids=prompt,
+            sampling_params={**sampling, **more},
+            return_logprob=True,
+            top_logprobs_num=TOP,
+        )
+        ids = [*prompt, *out.output_ids]
+        texts.append(Text(ids, len(prompt), sampling, _values(out.meta_info, "output")))
+    return texts
+
+
+def _values(info: Mapping[str, Any], side: str) -> list[tuple[Any, ...]]:
+    """(log-probability, token id, [(log-probability, token id), ...]) of every token."""
+    tokens, tops = info[f"{side}_token_logprobs"], info[f"{side}_top_logprobs"]
+    return [
+        (value, token, tuple((v, t) for v, t, _ in top or ()))
+        for (value, token, _), top in zip(tokens, tops, strict=True)
+    ]
+
+
+def _try(plain: Mapping[str, Any], way: Way, texts: Sequence[Text], sizes: Sizes) -> Found:
+    try:
+        llm = LLM(**{**plain, **way.settings})
+    except ConfigError as error:
+        return Found(way.name, refused=str(error))
+    with llm:
+        return _run(llm, way, texts, random.Random(sizes.seed + 1))
+
+
+def _run(llm: LLM, way: Way, texts: Sequence[Text], rng: random.Random) -> Found:
+    """Runs the texts in batches of random sizes."""
+    found, drafted = Found(way.name), [0, 0]
+    order = list(texts)
+    for _ in range(1 + way.twice):
+        rng.shuffle(order)
+        at = 0
+        while at < len(order):
+            size = len(order) if way.tight else rng.randint(1, len(order) - at)
+            batch = order[at : at + size]
+            at += size
+            for text, output in zip(batch, _generate(llm, way, batch, rng), strict=True):
+                _compare(found, text, output.meta_info, way)
+                drafted[0] += output.meta_info["completion_tokens"]
+                drafted[1] += output.meta_info["spec_verify_ct"]
+                found.cached_tokens += output.meta_info["cached_tokens"]
+    if way.settings.get("speculative_algorithm") and drafted[1]:
+        found.accept_length = drafted[0] / drafted[1]
+    found.preemptions = llm.engine.metrics().preemptions
+    return found
+
+
+def _generate(llm: LLM, way: Way, batch: Sequence[Text], rng: random.Random) -> list[Any]:
+    prompts, params, starts = [], [], []
+    for text in batch:
+        length = len(text.ids)
+        given = length if way.scores else rng.randint(text.prompt, length // 2)
+        prompts.append(text.ids[:given])
+        params.append({**text.sampling, "max_new_tokens": length - given})
+        starts.append(0 if way.scores_prompts else -1)
+    outputs: list[Any] = llm.generate(
+        input_ids=prompts,
+        sampling_params=params,
+        return_logprob=True,
+        logprob_start_len=starts,
+        top_logprobs_num=TOP,
+    )
+    return outputs
+
+
+def _compare(found: Found, text: Text, info: Mapping[str, Any], way: Way) -> None:
+    """Counts what differs in one request."""
+    values = _values(info, "input")[1:] + _values(info, "output")
+    want = text.logprobs[len(text.logprobs) - len(values) :] if values else []
+    differing = 0
+    if len(values) > len(text.logprobs):  # of prompt tokens that nothing generated
+        values, want = values[-len(text.logprobs) :], text.logprobs
+    for got, expected in zip(values, want, strict=True):
+        found.tokens += 1
+        differing += got != expected
+        if got[1] != expected[1]:
+            found.other_texts += 1
+            break
+    found.requests += 1
+    found.differing_requests += differing > 0
+    found.differing_tokens += differing
+
+
+def _locate(
+    plain: Mapping[str, Any], way: Way, texts: Sequence[Text], sizes: Sizes
+) -> dict[str, Any]:
+    """The first part of the model that differs, as JSON values."""
+    observer, eager = LayerObserver(), {"disable_cuda_graph": True}
+    try:
+        with LLM(**{**plain, **eager}) as llm, observer.watch(llm):
+            _reference(llm, sizes)
+        with LLM(**{**plain, **way.settings, **eager}) as llm, observer.watch(llm):
+            found = _run(llm, way, texts, random.Random(sizes.seed + 1))
+    except ForerunError as error:
+        return {"part": f"not found: {error}"}
+    difference = observer.difference()
+    if difference is not None:
+        return asdict(difference)
+    where = "LM head or log-probabilities" if not found.equal else "in captured steps only"
+    return {"part": where}
