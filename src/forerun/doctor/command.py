@@ -16,9 +16,11 @@ from rich.table import Table
 from forerun import __version__
 from forerun.attention.capabilities import AttentionNeed, LayerMask, Mask, Phase
 from forerun.attention.select import survey
+from forerun.cli.flags import Flag, Values, config_flags, engine_flags, with_flags
 from forerun.cli.output import print_json
 from forerun.config.model_config import load_model_config
 from forerun.core.errors import ConfigError
+from forerun.doctor.determinism import Sizes, run_check
 from forerun.doctor.draft import explain_draft
 from forerun.kernels.cpu import library
 from forerun.kernels.gemm import gemm_int4_sm90
@@ -47,6 +49,15 @@ TOKENS = (16, 32, 64, 128, 256, 512)  # the largest count of each bucket shown
 Shape = tuple[int, int]
 
 
+OWN = ("model_path", "speculative_draft_model_path")  # flags of the engine that are declared here
+
+
+def determinism_flags() -> list[Flag]:
+    """The engine's flags, for `--determinism`."""
+    return [flag for flag in engine_flags() if flag.name not in OWN]
+
+
+@with_flags(sizes=lambda: config_flags(Sizes), engine=determinism_flags)
 def doctor(
     model_path: Annotated[
         str | None,
@@ -64,10 +75,43 @@ def doctor(
         ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object")] = False,
+    determinism: Annotated[
+        bool,
+        typer.Option(
+            "--determinism",
+            help="Run the model (default: the bundled pair; of a preset with random weights) in"
+            " batches, chunks, with drafts and so on, and compare the bits of all"
+            " log-probabilities with plain decoding. Exit code 1: some differ",
+        ),
+    ] = False,
+    *,
+    sizes: Values,
+    engine: Values,
 ) -> None:
     """Devices, dtypes, attention backends and why they cannot run, GEMM dispatch, versions."""
     if model_path is not None and preset_name is not None:
         raise ConfigError("--model-path and --preset name two models; give one of them.")
+    if determinism:
+        paths = {"model_path": model_path, "speculative_draft_model_path": draft_path}
+        if preset_name is not None:
+            paths["model_path"] = str(preset(preset_name)[0])
+            engine = {"load_format": "dummy_normal", **engine}
+        given = {name: path for name, path in paths.items() if path is not None}
+        run_check({**given, **engine}, Sizes(**sizes), json)
+        return
+    for name in (*sizes, *engine):
+        flag = f"--{name.replace('_', '-')}"
+        raise ConfigError(f"{flag} is set without --determinism; set that too, or drop it.")
+    report = _survey(model_path, preset_name, draft_path)
+    if json:
+        print_json(report)
+    else:
+        _show(report, Console(highlight=False))
+
+
+def _survey(
+    model_path: str | None, preset_name: str | None, draft_path: str | None
+) -> dict[str, Any]:
     folder = None
     if preset_name is not None:
         folder = preset(preset_name)[0]
@@ -79,10 +123,7 @@ def doctor(
     if draft_path is not None:
         name = "speculative_draft_model_path"
         report["draft"] = explain_draft(config_folder(name, draft_path))
-    if json:
-        print_json(report)
-    else:
-        _show(report, Console(highlight=False))
+    return report
 
 
 def model_shapes(folder: Path) -> list[Shape]:

@@ -13,31 +13,55 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
 from forerun import LLM
+from forerun.cli.output import print_json
 from forerun.cli.settings import without_speculation
+from forerun.cli.tables import wide_console
 from forerun.core.errors import ConfigError, ForerunError
 from forerun.doctor.observer import LayerObserver
 from forerun.speculative.registry import algorithm_names, get_algorithm
 
 LOOKUPS = ("NGRAM", "SUFFIX")  # algorithms without a draft model
+# Settings that change what a verify pass looks like, by algorithm; of others: its width.
+FORMS: dict[str, list[dict[str, Any]]] = {
+    "DDTREE": [{"speculative_ddtree_budget": 6}, {"speculative_ddtree_budget": 32}],
+    "EAGLE3": [{"speculative_num_draft_tokens": 4}, {"speculative_eagle_topk": 3}],
+}
+WIDTHS = [{"speculative_num_draft_tokens": 3}, {"speculative_num_draft_tokens": 8}]
 TOP = 4  # most probable tokens whose log-probabilities are compared too
 SLOTS = 8  # requests at once, so that prompts start while others decode
 
 Progress = Callable[[str], None]
-Watch = Callable[[LLM], AbstractContextManager[None]]
+
+
+def _size(default: int, help: str) -> Any:
+    return field(default=default, metadata={"help": help, "panel": "Determinism"})
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is tried."""
+    """How much is tried.
 
-    requests: int = 12
-    tokens: int = 96  # of each text
-    seed: int = 0
+    Raises:
+        ConfigError: a size is too small.
+    """
+
+    requests: int = _size(8, "Texts, each computed in every way")
+    tokens: int = _size(64, "Tokens of a text, at least 16")
+    seed: int = _size(0, "Of texts, batches and where prompts end")
+
+    def __post_init__(self) -> None:
+        for name, least in (("requests", 1), ("tokens", 16)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} must be >= {least}, got {getattr(self, name)}.")
 
 
 @dataclass(frozen=True)
@@ -99,32 +123,28 @@ def check_determinism(
         ConfigError: invalid settings.
     """
     progress("plain decoding, one request at a time")
-    plain = _plain(settings)
-    with LLM(**plain) as llm:
-        chosen = llm.explain()
-        texts = _reference(llm, sizes)
+    check = _Check(_plain(settings), sizes)
     found = []
-    for way in ways(settings, texts):
+    for way in ways(settings, sizes):
         progress(way.name)
-        found.append(_try(plain, way, texts, sizes))
-    for each, way in zip(found, ways(settings, texts), strict=True):
+        each = check.run(way)
         if not each.equal:
             progress(f"{way.name}: where")
-            each.first = _locate(plain, way, texts, sizes)
+            each.first = check.locate(way)
+        found.append(each)
     names = "architecture", "device", "dtype", "tp_size"
     return {
-        **{name: chosen[name] for name in names},
+        **{name: check.chosen[name] for name in names},
         **asdict(sizes),
         "ways": [asdict(each) | {"equal": each.equal} for each in found],
         "deterministic": all(each.equal for each in found),
     }
 
 
-def ways(settings: Mapping[str, Any], texts: Sequence[Text]) -> list[Way]:
-    """What is tried; `settings` are added to each."""
-    length = max(len(text.ids) for text in texts)
+def ways(settings: Mapping[str, Any], sizes: Sizes) -> list[Way]:
+    """What is tried; each comes with `settings` without their speculation."""
     own = {name: v for name, v in settings.items() if name not in without_speculation(settings)}
-    few = {"max_total_tokens": 3 * length // 256 * 256 + 256}
+    few = {"max_total_tokens": 3 * sizes.tokens}
     plain = [
         Way("batches"),
         Way("batches, without graphs", {"disable_cuda_graph": True}),
@@ -141,7 +161,7 @@ def ways(settings: Mapping[str, Any], texts: Sequence[Text]) -> list[Way]:
 def _drafted(
     settings: Mapping[str, Any], own: Mapping[str, Any], few: Mapping[str, Any]
 ) -> Iterator[Way]:
-    """With drafts: those of the settings as they are, and others in two widths."""
+    """Ways with drafts: those of the settings as they are, and others in two widths."""
     if own:
         yield Way(f"{own['speculative_algorithm']} as configured", own)
         yield Way(
@@ -152,12 +172,69 @@ def _drafted(
         )
     bundled = [name for name in algorithm_names() if get_algorithm(name).bundled_draft]
     for name in (*(() if "model_path" in settings else bundled), *LOOKUPS):
-        for width in (3, 8):
-            fixed = {"speculative_algorithm": name, "speculative_adaptive": False}
-            given = {**fixed, "speculative_num_draft_tokens": width}
-            yield Way(f"{name}, {width} tokens per pass", given)
+        fixed = {"speculative_algorithm": name, "speculative_adaptive": False}
+        for form in FORMS.get(name, WIDTHS):
+            said = ", ".join(f"{key} {value}" for key, value in form.items())
+            yield Way(f"{name}, {said.replace('speculative_', '')}", {**fixed, **form})
         fixed |= {"chunked_prefill_size": 16, **few}
         yield Way(f"{name}, preemption, chunks of 16", fixed, scores_prompts=False, tight=True)
+
+
+def run_check(settings: Mapping[str, Any], sizes: Sizes, json: bool) -> None:
+    """Runs `check_determinism` and prints its report.
+
+    Raises:
+        typer.Exit: with code 1, something differs.
+    """
+    console = Console(stderr=True, highlight=False)
+    with console.status("") as status:
+        report = check_determinism(settings, sizes, lambda name: status.update(escape(name)))
+    if json:
+        print_json(report)
+    else:
+        show(report, wide_console())
+    if not report["deterministic"]:
+        raise typer.Exit(1)
+
+
+def show(report: Mapping[str, Any], console: Console) -> None:
+    """Prints a line per way, and what was refused or differs."""
+    heads = ("", "texts", "tokens", "differ", "tokens per pass", "preempted", "cached")
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for head in heads:
+        table.add_column(head, no_wrap=True)
+    for way in report["ways"]:
+        accept = way["accept_length"]
+        numbers = (
+            f"{way['requests']}", f"{way['tokens']}", f"{way['differing_tokens']}",
+            "" if accept is None else f"{accept:.2f}",
+            f"{way['preemptions'] or ''}", f"{way['cached_tokens'] or ''}",
+        )  # fmt: skip
+        colour = "yellow" if way["refused"] else "green" if way["equal"] else "red"
+        name = f"[{colour}]{escape(way['name'])}[/]"
+        table.add_row(name, *(() if way["refused"] else numbers))
+    console.print(table)
+    for way in report["ways"]:
+        if way["refused"]:
+            said = f"[yellow]{escape(way['name'])}[/]: not run: {escape(way['refused'])}"
+            console.print(said, soft_wrap=True)
+        if not way["equal"]:
+            said = f"[red]{escape(way['name'])}[/]: {escape(_where(way))}"
+            console.print(said, soft_wrap=True)
+    who = f"{report['architecture']}, {report['dtype']}, {report['device']}"
+    verdict = "all bits are equal" if report["deterministic"] else "bits differ"
+    console.print(f"{who}: {verdict}")
+
+
+def _where(way: Mapping[str, Any]) -> str:
+    first = way["first"]
+    said = (
+        f"{way['differing_requests']} of {way['requests']} texts have other log-probabilities,"
+        f" {way['other_texts']} other tokens; first differs {first['part']}"
+    )
+    if "position" in first:
+        said += f" at position {first['position']} ({first['forward']}), after {first['after']}"
+    return said
 
 
 def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -195,13 +272,53 @@ def _values(info: Mapping[str, Any], side: str) -> list[tuple[Any, ...]]:
     ]
 
 
-def _try(plain: Mapping[str, Any], way: Way, texts: Sequence[Text], sizes: Sizes) -> Found:
-    try:
-        llm = LLM(**{**plain, **way.settings})
-    except ConfigError as error:
-        return Found(way.name, refused=str(error))
-    with llm:
-        return _run(llm, way, texts, random.Random(sizes.seed + 1))
+class _Check:
+    """The reference, and runs that are compared with it."""
+
+    def __init__(self, plain: Mapping[str, Any], sizes: Sizes) -> None:
+        """`plain`: settings of the reference, and of all runs."""
+        self._plain, self._sizes = plain, sizes
+        self._observer: LayerObserver | None = None  # that has learnt the reference
+        with LLM(**plain) as llm:
+            self.chosen = llm.explain()
+            self._texts = _reference(llm, sizes)
+
+    def run(self, way: Way) -> Found:
+        """Runs all texts in this way."""
+        try:
+            llm = LLM(**{**self._plain, **way.settings})
+        except ConfigError as error:
+            return Found(way.name, refused=str(error))
+        with llm:
+            return _run(llm, way, self._texts, self._random(way))
+
+    def locate(self, way: Way) -> dict[str, Any]:
+        """The first part of the model that differs, as JSON values."""
+        eager = {"disable_cuda_graph": True}
+        try:
+            observer = self._learnt(eager)
+            llm = LLM(**{**self._plain, **way.settings, **eager})
+            with llm, observer.watch(llm):
+                found = _run(llm, way, self._texts, self._random(way))
+        except ForerunError as error:
+            return {"part": f"not found: {error}"}
+        difference = observer.difference()
+        if difference is not None:
+            return asdict(difference)
+        captured = "captured steps only: without graphs all bits are equal"
+        return {"part": captured if found.equal else "LM head or log-probabilities"}
+
+    def _learnt(self, eager: Mapping[str, Any]) -> LayerObserver:
+        if self._observer is None:
+            observer = LayerObserver()
+            llm = LLM(**{**self._plain, **eager})
+            with llm, observer.watch(llm, learn=True):
+                _reference(llm, self._sizes)
+            self._observer = observer
+        return self._observer
+
+    def _random(self, way: Way) -> random.Random:
+        return random.Random(f"{self._sizes.seed} {way.name}")
 
 
 def _run(llm: LLM, way: Way, texts: Sequence[Text], rng: random.Random) -> Found:
@@ -230,7 +347,8 @@ def _generate(llm: LLM, way: Way, batch: Sequence[Text], rng: random.Random) -> 
     prompts, params, starts = [], [], []
     for text in batch:
         length = len(text.ids)
-        given = length if way.scores else rng.randint(text.prompt, length // 2)
+        shortest, longest = (length // 2, length - 4) if way.twice else (text.prompt, length // 2)
+        given = length if way.scores else rng.randint(shortest, longest)
         prompts.append(text.ids[:given])
         params.append({**text.sampling, "max_new_tokens": length - given})
         starts.append(0 if way.scores_prompts else -1)
@@ -260,22 +378,3 @@ def _compare(found: Found, text: Text, info: Mapping[str, Any], way: Way) -> Non
     found.requests += 1
     found.differing_requests += differing > 0
     found.differing_tokens += differing
-
-
-def _locate(
-    plain: Mapping[str, Any], way: Way, texts: Sequence[Text], sizes: Sizes
-) -> dict[str, Any]:
-    """The first part of the model that differs, as JSON values."""
-    observer, eager = LayerObserver(), {"disable_cuda_graph": True}
-    try:
-        with LLM(**{**plain, **eager}) as llm, observer.watch(llm):
-            _reference(llm, sizes)
-        with LLM(**{**plain, **way.settings, **eager}) as llm, observer.watch(llm):
-            found = _run(llm, way, texts, random.Random(sizes.seed + 1))
-    except ForerunError as error:
-        return {"part": f"not found: {error}"}
-    difference = observer.difference()
-    if difference is not None:
-        return asdict(difference)
-    where = "LM head or log-probabilities" if not found.equal else "in captured steps only"
-    return {"part": where}

@@ -1,8 +1,8 @@
 """Observes what the parts of a target compute for every token, and compares runs bit by bit.
 
 A token's logits are to be a pure function of the tokens before it. So rows of a forward are known
-by these tokens, whatever batch, chunk or verify pass computes them: the first run that meets a text
-keeps a fingerprint per token and part of the model, and later runs are compared with it.
+by these tokens, whatever batch, chunk or verify pass computes them: a run to learn from leaves a
+fingerprint per token and part of the model, and other runs are compared with these.
 """
 
 from __future__ import annotations
@@ -53,30 +53,34 @@ class _Part:
         self.first: tuple[int, str] | None = None  # position and forward of a difference
 
     def compare(self, key: Key, fingerprint: int, forward: str) -> None:
-        position = key[0]
-        if self.known.setdefault(key, fingerprint) == fingerprint:
+        if self.known.get(key, fingerprint) == fingerprint:
             return
-        if self.first is None or position < self.first[0]:
-            self.first = position, forward
+        if self.first is None or key[0] < self.first[0]:
+            self.first = key[0], forward
 
 
 class LayerObserver:
-    """Fingerprints by part, in the order in which the first forward computed them."""
+    """Fingerprints by part, in the order in which a forward computes them."""
 
     def __init__(self) -> None:
         self._parts: dict[str, _Part] = {}
         self._rows: list[Key] | None = None  # of the forward that is running
         self._ends: list[Key] = []  # of those of its tokens that the last layer continues with
-        self._forward, self._backend = "", ""
+        self._forward, self._backend, self._learns = "", "", False
 
     @contextmanager
-    def watch(self, llm: LLM) -> Iterator[None]:
+    def watch(self, llm: LLM, learn: bool = False) -> Iterator[None]:
         """Observes the target of an engine that runs in this process and captures nothing.
+
+        `learn`: keeps what it computes, to compare the next runs with.
 
         Raises:
             ConfigError: its target is in other processes.
         """
         step = device_step(llm.engine.executor)
+        self._learns = learn
+        for part in self._parts.values():
+            part.first = None
         with ExitStack() as patches:
             patches.enter_context(self._watch_forward(step))
             for objects, method, kernel in _observed(step.model):
@@ -84,7 +88,7 @@ class LayerObserver:
             yield
 
     def difference(self) -> Difference | None:
-        """Returns the first part that differs; None: all bits are equal."""
+        """Returns the first part that differed in the last run; None: all bits were equal."""
         last: str | None = None
         for name, part in self._parts.items():
             if part.first is not None:
@@ -98,13 +102,15 @@ class LayerObserver:
         forward = step.model.forward
 
         @wraps(forward)
-        def watched(ids: Tensor, at: Tensor, ctx: AttentionContext, *more: Any, **named: Any) -> Any:
+        def watched(
+            ids: Tensor, at: Tensor, ctx: AttentionContext, *more: Any, **named: Any
+        ) -> Any:
             rows = more[1] if len(more) > 1 else named.get("rows")
             self._rows = _keys(step, ids, ctx)
             self._ends = [] if rows is None else [self._rows[row] for row in rows.tolist()]
             self._forward, self._backend = _describe(ctx), ctx.backend.name
             try:
-                return forward(ids, at, ctx, *more, **named)
+                return forward(ids, at, ctx, *more)
             finally:
                 self._rows = None
 
@@ -159,9 +165,12 @@ class LayerObserver:
         rows = next((each for each in (self._rows, self._ends) if len(each) == count), None)
         if rows is None:
             return
-        part = self._parts.setdefault(label, _Part(kernel))
-        for key, fingerprint in zip(rows, fingerprints(tensor.movedim(dim, 0)), strict=True):
-            part.compare(key, fingerprint, self._forward)
+        prints = zip(rows, fingerprints(tensor.movedim(dim, 0)), strict=True)
+        if self._learns:
+            self._parts.setdefault(label, _Part(kernel)).known.update(prints)
+        elif label in self._parts:
+            for key, fingerprint in prints:
+                self._parts[label].compare(key, fingerprint, self._forward)
 
 
 def fingerprints(rows: Tensor) -> list[int]:
@@ -223,7 +232,7 @@ def _keys(step: DeviceStep, ids: Tensor, ctx: AttentionContext) -> list[Key]:
 
 
 def _ancestors(tree: Tensor | None, request: int, count: int) -> list[list[int]]:
-    """Of each token of a pass: which tokens of the pass it sees, itself the last."""
+    """Which tokens of a pass each of its tokens sees, itself the last."""
     if tree is None:
         return [list(range(i + 1)) for i in range(count)]
     seen = unpack_bits(tree[request : request + 1], count)[0].tolist()
