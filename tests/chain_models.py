@@ -83,6 +83,41 @@ def fitted(x: list[Tensor], y: list[Tensor]) -> Tensor:
     return torch.linalg.solve(inputs.T @ inputs + ridge, inputs.T @ targets).T.float().contiguous()
 
 
+def eagle3_layer(hidden: int) -> dict[str, Tensor]:
+    """Small random weights of an EAGLE-3 draft's layer."""
+    wide, heads, kv_heads = EAGLE3["intermediate_size"], 4 * 16, 2 * 16
+    shapes = {
+        "midlayer.input_layernorm": (hidden,),
+        "midlayer.hidden_norm": (hidden,),
+        "midlayer.post_attention_layernorm": (hidden,),
+        "midlayer.self_attn.q_proj": (heads, 2 * hidden),
+        "midlayer.self_attn.k_proj": (kv_heads, 2 * hidden),
+        "midlayer.self_attn.v_proj": (kv_heads, 2 * hidden),
+        "midlayer.self_attn.o_proj": (hidden, heads),
+        "midlayer.mlp.gate_proj": (wide, hidden),
+        "midlayer.mlp.up_proj": (wide, hidden),
+        "midlayer.mlp.down_proj": (hidden, wide),
+    }
+    draw = torch.Generator().manual_seed(0)
+    return {
+        f"{name}.weight": torch.randn(shape, generator=draw) * 0.1 + ("norm" in name)
+        for name, shape in shapes.items()
+    }
+
+
+def random_eagle3(folder: Path, hidden: int, vocab: int, layers: list[int]) -> Path:
+    """An untrained draft for any target."""
+    draw = torch.Generator().manual_seed(1)
+    weights = eagle3_layer(hidden) | {
+        "fc.weight": torch.eye(hidden).repeat(1, len(layers)),
+        "norm.weight": torch.ones(hidden),
+        "lm_head.weight": torch.randn(vocab, hidden, generator=draw),
+    }
+    sizes = {"hidden_size": hidden, "target_hidden_size": hidden, "vocab_size": vocab}
+    sizes |= {"draft_vocab_size": vocab, "eagle_config": {AUX: layers}}
+    return write(folder, EAGLE3 | sizes, weights)
+
+
 def eagle3(folder: Path, whole: bool = False) -> Path:
     """An EAGLE-3 draft whose first draft token is sometimes correct.
 
@@ -90,25 +125,8 @@ def eagle3(folder: Path, whole: bool = False) -> Path:
     small random values. The vocabulary has no multiples of 3. With `whole`: the target's vocabulary
     and LM head, in speculators' format.
     """
-    wide, layers = EAGLE3["intermediate_size"], EAGLE3["eagle_config"][AUX]
-    heads, kv_heads = 4 * 16, 2 * 16
-    shapes = {
-        "midlayer.input_layernorm": (HIDDEN,),
-        "midlayer.hidden_norm": (HIDDEN,),
-        "midlayer.post_attention_layernorm": (HIDDEN,),
-        "midlayer.self_attn.q_proj": (heads, 2 * HIDDEN),
-        "midlayer.self_attn.k_proj": (kv_heads, 2 * HIDDEN),
-        "midlayer.self_attn.v_proj": (kv_heads, 2 * HIDDEN),
-        "midlayer.self_attn.o_proj": (HIDDEN, heads),
-        "midlayer.mlp.gate_proj": (wide, HIDDEN),
-        "midlayer.mlp.up_proj": (wide, HIDDEN),
-        "midlayer.mlp.down_proj": (HIDDEN, wide),
-    }
-    generator = torch.Generator().manual_seed(0)
-    weights = {
-        f"{name}.weight": torch.randn(shape, generator=generator) * 0.1 + ("norm" in name)
-        for name, shape in shapes.items()
-    }
+    layers = EAGLE3["eagle_config"][AUX]
+    weights = eagle3_layer(HIDDEN)
     target, texts = load_file(TARGET / "model.safetensors"), states()
     aux = [torch.cat([h[i + 1] for i in layers], 1)[:-1] for _, h in texts]
     weights["fc.weight"] = fitted(aux, [h[-1][1:] for _, h in texts])

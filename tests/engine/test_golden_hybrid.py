@@ -45,7 +45,7 @@ Step = tuple[int, int]
 
 def toy(algorithm: str | None = "DFLASH", bfloat16_draft: bool = False, **settings: Any) -> LLM:
     """`bfloat16_draft`: where the CPU is fast at it; else in the engine's dtype on any CPU."""
-    if algorithm == "DFLASH":
+    if algorithm in ("DFLASH", "DDTREE"):
         settings["speculative_draft_model_path"] = str(TOY / "draft")
     settings = {"device": "cpu", "dtype": "float32", "speculative_adaptive": False, **settings}
     settings |= {"speculative_algorithm": algorithm, "skip_tokenizer_init": True}
@@ -84,10 +84,10 @@ def hold(
     prompts: list[list[int]],
     kind: dict[str, Any],
     texts: list[list[int]],
-    right: list[list[int]],
+    right: list[list[int]] | None,
     preempts: bool = False,
 ) -> list[Request]:
-    """Texts, and the accept length of each step; `right`: right drafts after each token."""
+    """Texts, and the accept length of each step; `right`: of chains, right drafts after each."""
     steps, new = note_steps(llm), len(texts[0])
     requests = [
         llm.engine.make_request(prompt, SamplingParams.of(params(kind, i, new)))
@@ -95,7 +95,8 @@ def hold(
     ]
     run_together(llm.engine, requests, preempts)
     assert [request.output for request in requests] == texts
-    if kind is not GREEDY:  # drafts are drawn with the target's noise; `right` counts the likeliest
+    # Drafts of other kinds are drawn with the target's noise; `right` counts the likeliest.
+    if kind is not GREEDY or right is None:
         return requests
     for request, correct in zip(requests, right, strict=True):
         for before, length in steps[request.rid]:
@@ -156,11 +157,29 @@ def test_another_turn_continues_from_generated_text(llm: LLM) -> None:
     llm.engine.check()
 
 
+def test_trees(llm: LLM) -> None:
+    """The same texts in fewer steps: cold, with prefix hits, with preemptions, in a second turn."""
+    llm.engine.flush_cache()
+    chains = hold(llm, PROMPTS, GREEDY, TEXTS, MATCHES)
+    settings = {"page_size": 16, "chunked_prefill_size": 32, "mamba_track_interval": INTERVAL}
+    with toy("DDTREE", **settings) as trees:
+        cold = hold(trees, PROMPTS, GREEDY, TEXTS, None)
+        assert accept_length(cold) >= 1.1 * accept_length(chains)
+        warm = hold(trees, PROMPTS, GREEDY, TEXTS, None)
+        assert all(r.cached_tokens >= len(r.prompt) - 16 for r in warm)
+        assert accept_length(warm) == accept_length(cold)
+        trees.engine.flush_cache()
+        hold(trees, PROMPTS, GREEDY, TEXTS, None, preempts=True)
+        hold_two_turns(trees, GREEDY, TEXTS, None)
+        trees.engine.check()
+        passed(trees, __file__)
+
+
 def hold_two_turns(
     llm: LLM,
     kind: dict[str, Any],
     texts: list[list[int]],
-    right: list[list[int]],
+    right: list[list[int]] | None,
     preempts: bool = False,
 ) -> None:
     """The second turn computes what comes after the last state of the first one, the same text."""
@@ -169,7 +188,8 @@ def hold_two_turns(
     hold(llm, PROMPTS, kind, [text[:FIRST] for text in texts], right, preempts)
     assert llm.engine.metrics().tracked_states >= before + len(PROMPTS)
     longer = [[*prompt, *text[:FIRST]] for prompt, text in zip(PROMPTS, texts, strict=True)]
-    rest, further = ([row[FIRST:] for row in rows] for rows in (texts, right))
+    rest = [text[FIRST:] for text in texts]
+    further = None if right is None else [row[FIRST:] for row in right]
     requests = hold(llm, longer, kind, rest, further, preempts)
     for request in requests:
         kept = (len(request.prompt) - 1) // INTERVAL * INTERVAL
@@ -219,6 +239,24 @@ def test_accept_length_is_that_of_the_reference(
                 if warm:
                     assert all(r.cached_tokens >= len(r.prompt) - page_size for r in requests)
         assert (preempted > 0) == tight
+        llm.engine.check()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("budget", [5, 64, 150])
+@pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
+def test_sampled_texts_of_trees(budget: int, overlap_depth: int) -> None:
+    texts, _ = seeded()
+    settings: dict[str, Any] = {"page_size": 16, "mamba_track_interval": INTERVAL}
+    settings |= {"speculative_ddtree_budget": budget, "overlap_depth": overlap_depth}
+    with toy("DDTREE", **settings) as llm:
+        for kind, want in ((GREEDY, TEXTS), (SEEDED, texts)):
+            hold(llm, PROMPTS, kind, want, None)
+            hold_two_turns(llm, kind, want, None, preempts=True)
+        llm.engine.check()
+    with toy("DDTREE", speculative_adaptive=True, **settings) as llm:  # widths as they pay
+        for kind, want in ((GREEDY, TEXTS), (SEEDED, texts)):
+            hold(llm, PROMPTS, kind, want, None, preempts=True)
         llm.engine.check()
 
 

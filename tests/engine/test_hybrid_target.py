@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 from forerun import LLM
 from forerun.core.errors import ConfigError
 from forerun.kvcache.layouts import SSM
+from tests.chain_models import random_eagle3
 from tests.engine.test_matrix import GREEDY, NEW, SEEDED, generate, params
-from tests.engine.test_moe_target import SIZES, prompts
+from tests.engine.test_moe_target import SIZES, VOCAB, prompts
 from tests.golden_engine import poison_on_release
 from tests.models.support import FAMILIES, random_hf, save
 from tests.models.test_dflash import ZLAB, random_weights
@@ -25,7 +26,16 @@ from tests.toy_algorithms import Oracle, register_toys
 
 LAYERS = 5  # drafts read layers up to the fourth
 KINDS = ("qwen3-next", "qwen3.5", "qwen3.5-moe")
-ALGORITHMS = [None, "NGRAM", "NEXTN", "STANDALONE", "DFLASH", "TOY-ORACLE"]
+BEAMS = {"speculative_num_steps": 3, "speculative_eagle_topk": 3}
+TREES: dict[str, dict[str, Any]] = {
+    "DDTREE": {"speculative_ddtree_budget": 12},
+    "NEXTN": BEAMS,
+    "EAGLE3": BEAMS,
+    "TOY-ORACLE-TREES": {},
+}
+CHAINS = [None, "NGRAM", "NEXTN", "STANDALONE", "DFLASH", "TOY-ORACLE"]
+CELLS = [*((name, {}) for name in CHAINS), *TREES.items()]
+IDS = [*map(str, CHAINS), *(f"{name} tree" for name in TREES)]
 FOLDERS: dict[str, Path] = {}
 
 
@@ -46,6 +56,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> None:
     config = {**ZLAB, "num_target_layers": LAYERS}
     (FOLDERS["DFLASH"] / "config.json").write_text(json.dumps(config))
     save_file(random_weights(), FOLDERS["DFLASH"] / "model.safetensors")
+    FOLDERS["EAGLE3"] = random_eagle3(root / "eagle3", SIZES["hidden_size"], VOCAB, [1, 3])
     for kind in KINDS:
         FOLDERS[kind] = save(random_hf(config_of(kind)), root / kind)
         add_mtp_layer(FOLDERS[kind])
@@ -103,18 +114,19 @@ def test_plain_decoding_equals_transformers(kind: str) -> None:
 @pytest.mark.parametrize("tight", [False, True], ids=["roomy", "tight"])
 @pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
 @pytest.mark.parametrize(("page_size", "chunk"), [(1, 4), (16, 512)])
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(("algorithm", "own"), CELLS, ids=IDS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_output_equals_plain_decoding(
     kind: str,
     algorithm: str | None,
+    own: dict[str, Any],
     page_size: int,
     chunk: int,
     overlap_depth: int,
     tight: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    settings: dict[str, Any] = {"page_size": page_size, "chunked_prefill_size": chunk}
+    settings = {"page_size": page_size, "chunked_prefill_size": chunk, **own}
     hold(kind, algorithm, tight, monkeypatch, overlap_depth=overlap_depth, **settings)
 
 
@@ -149,13 +161,14 @@ def hold(
         passed(llm, __file__)
 
 
+@pytest.mark.parametrize("algorithm", ["TOY-ORACLE", "TOY-ORACLE-TREES"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_drafts_are_accepted(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_are_accepted(kind: str, algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the matrix would hold for states that are never committed."""
     want = reference(kind, False)
     answers = {tuple(p): o for p, o in zip(prompts(), want, strict=True)}
     monkeypatch.setattr(Oracle, "answers", answers)
-    with hybrid_llm(kind, "TOY-ORACLE") as llm:
+    with hybrid_llm(kind, algorithm) as llm:
         out = llm.generate(input_ids=prompts()[0], sampling_params=params(GREEDY, 0))
         assert out.output_ids == want[0]
         assert out.meta_info["spec_accept_length"] > 2.5
@@ -165,11 +178,6 @@ def test_hybrid_drafts_are_refused() -> None:
     draft = str(FOLDERS["qwen3.5"])
     with pytest.raises(ConfigError, match=r"\(Qwen3_5ForCausalLM\) has recurrent layers"):
         hybrid_llm("qwen3.5", "STANDALONE", speculative_draft_model_path=draft)
-
-
-def test_trees_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"DDTREE drafts trees, and Qwen3_5ForCausalLM has recu"):
-        hybrid_llm("qwen3.5", "DDTREE")
 
 
 def test_long_texts_do_not_drift() -> None:
@@ -209,17 +217,18 @@ def test_the_dtype_of_states_needs_linear_attention() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
 @pytest.mark.parametrize(("chunk", "overlap_depth"), [(4, 0), (512, 1)])
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(("algorithm", "own"), CELLS, ids=IDS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_output_equals_plain_decoding_on_a_gpu(
     kind: str,
     algorithm: str | None,
+    own: dict[str, Any],
     chunk: int,
     overlap_depth: int,
     graph: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    settings: dict[str, Any] = {"page_size": 16, "chunked_prefill_size": chunk}
+    settings: dict[str, Any] = {"page_size": 16, "chunked_prefill_size": chunk, **own}
     settings |= {"device": "cuda", "disable_cuda_graph": not graph, "max_running_requests": 6}
     hold(kind, algorithm, chunk == 4, monkeypatch, overlap_depth=overlap_depth, **settings)
 

@@ -33,7 +33,6 @@ PACKAGES = stand_ins.stand_ins()
 NEW = 10
 REFUSALS = (
     "cannot serve",
-    "has recurrent layers: their state follows one path",
     "has no layer that predicts further ahead",
     "drafts with a multi-token prediction layer, as NEXTN does",
     "drafts for Gemma 4, and the target is",

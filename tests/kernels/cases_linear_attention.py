@@ -13,28 +13,33 @@ HEADS: dict[str, Any] = {"K_HEADS": 16, "V_HEADS": 32, "K_DIM": 128, "V_DIM": 12
 SLOTS = {"slots": I64, "num_pending": I32}
 
 
-def update(tokens: int) -> list[Case]:
+def update(tokens: int, tree: bool = False) -> list[Case]:
+    kind = "tree of " if tree else ""
+    pointers, constants = ({"parents": I64}, {}) if tree else ({}, {"parents": None})
     conv = Case(
-        f"causal conv, {tokens} tokens",
+        f"causal conv, {kind}{tokens} tokens",
         causal_conv._causal_conv_update,
         {"x_ptr": B16, "weight_ptr": B16, **SLOTS, "state": B16, "inputs": B16, "out_ptr": B16}
+        | pointers
         | dict.fromkeys(("row_stride", "channels", "width"), "i32"),
-        {"NUM_TOKENS": tokens, "SIZE": 4, "BLOCK": causal_conv.BLOCK, "PDL": False},
+        {"NUM_TOKENS": tokens, "SIZE": 4, "BLOCK": causal_conv.BLOCK, "PDL": False} | constants,
         {"num_warps": 1},
         multiples=("row_stride", "channels"),
         wide=False,
     )
     delta = Case(
-        f"gated delta, {tokens} tokens",
+        f"gated delta, {kind}{tokens} tokens",
         gated_delta._gated_delta_update,
         dict.fromkeys(("qkv", "a_ptr", "b_ptr", "out_ptr"), B16)
         | dict.fromkeys(
             ("decay_ptr", "dt_bias_ptr", "state", "k_kept", "delta_kept", "g_kept"), F32
         )
         | {**SLOTS, "num_passes": I32}
+        | pointers
         | dict.fromkeys(("a_stride", "b_stride", "width"), "i32"),
         {
             **HEADS,
+            **constants,
             "NUM_TOKENS": tokens,
             "EPS": gated_delta.EPS,
             "BLOCK_K": 128,
@@ -122,6 +127,7 @@ CASES = [
     replace(PREFILL[2], targets=RDNA, spill_bytes=1024),
     *update(1),
     *update(16),
+    *update(33, tree=True),
     *replays(),
     Case(
         "gated norm",

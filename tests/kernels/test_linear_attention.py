@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, replace
 
 import pytest
@@ -85,16 +86,22 @@ def gates(tokens: int, heads: Heads, device: torch.device, dtype: torch.dtype = 
     return DeltaGates(a, b, decay, normal(heads.v, seed=3, device=device))
 
 
-def state(heads: Heads, device: torch.device, slots: list[int], pending: list[int]) -> DeltaState:
+def state(
+    heads: Heads,
+    device: torch.device,
+    slots: list[int],
+    pending: list[int],
+    width: int = WIDTH,
+) -> DeltaState:
     """What no pass reads is NaN."""
     made = DeltaState(
         slots=torch.tensor(slots, device=device),
         num_pending=torch.zeros(SLOTS, dtype=torch.int32, device=device),
         num_passes=torch.tensor([3, 0, 1, 2], dtype=torch.int32, device=device),
         state=normal(SLOTS, heads.v, heads.k_dim, heads.v_dim, seed=4, device=device),
-        k=normal(SLOTS, WIDTH, 2, heads.k, heads.k_dim, seed=5, device=device),
-        delta=normal(SLOTS, WIDTH, heads.v, heads.v_dim, seed=6, device=device),
-        g=-normal(SLOTS, WIDTH, 2, heads.v, seed=7, device=device).abs(),
+        k=normal(SLOTS, width, 2, heads.k, heads.k_dim, seed=5, device=device),
+        delta=normal(SLOTS, width, heads.v, heads.v_dim, seed=6, device=device),
+        g=-normal(SLOTS, width, 2, heads.v, seed=7, device=device).abs(),
     )
     for slot, count in zip(slots, pending, strict=True):
         made.num_pending[slot] = count
@@ -200,6 +207,67 @@ def check_update(
             close(start_of(kept, slot), after[i][committed], 1e-4)
 
 
+def random_trees(count: int, nodes: int, device: torch.device) -> Tensor:
+    """[count, nodes] int64: parents, -1 for the root; one tree of them is a chain."""
+    draw, index = random.Random(5), range(nodes)
+    trees = [
+        [draw.randint(max(i // 3 - 1, 0), i - 1) if i else -1 for i in index] for _ in range(count)
+    ]
+    trees[1] = [i - 1 for i in index]
+    return torch.tensor(trees, device=device)
+
+
+def path_to(parents: list[int], node: int) -> list[int]:
+    """The tokens from the root to this one."""
+    return [*(path_to(parents, parents[node]) if parents[node] >= 0 else []), node]
+
+
+@pytest.mark.covering(0, 2)
+@pytest.mark.parametrize("function", UPDATES)
+@pytest.mark.parametrize("nodes", [2, 9, 70])
+@pytest.mark.parametrize("heads", [SMALL, ODD], ids=["small", "odd"])
+def test_update_of_trees(function: object, nodes: int, heads: Heads, device: torch.device) -> None:
+    check_tree(function, nodes, heads, F32, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("nodes", [2, 33, 256])
+def test_update_of_trees_real(nodes: int, dtype: torch.dtype, device: torch.device) -> None:
+    check_tree(gated_delta_update, nodes, REAL, dtype, device)
+
+
+def check_tree(
+    function: object, nodes: int, heads: Heads, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Every token is as if its path had been a chain, and so is what it leaves to be replayed."""
+    assert callable(function)
+    slots, pending = [2, 0, 3], [0, 2, 1]
+    kept = state(heads, device, slots, pending, width=nodes + 1)
+    before, parents = copied(kept), random_trees(3, nodes, device)
+    qkv = normal(3 * nodes, heads.conv, seed=8, device=device, dtype=dtype)
+    of = gates(3 * nodes, heads, device, dtype)
+    out = function(qkv, of, kept, parents)
+    assert out.dtype == dtype
+    kept.num_passes[slots] += 1
+    for i, slot in enumerate(slots):
+        start = start_of(before, slot)
+        close(kept.state[slot], start)
+        for node in range(nodes) if nodes < 10 else range(0, nodes, 7):
+            path = path_to(parents[i].tolist(), node)
+            rows = torch.tensor(path, device=device) + i * nodes
+            part = replace(of, a=of.a[rows], b=of.b[rows])
+            want, states = by_token(qkv[rows], part, heads, start)
+            close(out[i * nodes + node], want[-1])
+            moved = copied(kept)
+            for update in (moved.k, moved.delta, moved.g):
+                update[slot, : len(path)] = update[slot, path]
+            moved.num_pending[slot] = len(path)
+            close(start_of(moved, slot), states[-1], 1e-4)
+    for name in ("state", "k", "delta", "g"):
+        assert torch.equal(getattr(kept, name)[1], getattr(before, name)[1])
+
+
 @pytest.mark.covering(0, 2)
 @pytest.mark.parametrize("function", PREFILLS)
 @pytest.mark.parametrize("heads", [SMALL, ODD], ids=["small", "odd"])
@@ -300,6 +368,29 @@ def test_conv_update(
         assert torch.equal(kept.state[slot], window)
         assert torch.equal(kept.inputs[slot, :tokens], rows)
     assert torch.equal(kept.state[1], untouched[0]) and torch.equal(kept.inputs[1], untouched[1])
+
+
+@pytest.mark.parametrize("function", CONV_UPDATES)
+@pytest.mark.parametrize("nodes", [2, WIDTH])
+@pytest.mark.parametrize(("size", "channels"), [(4, 130), (3, 7), (2, 20)])
+def test_conv_update_of_trees(
+    function: object, nodes: int, size: int, channels: int, device: torch.device
+) -> None:
+    assert callable(function)
+    slots, parents = [3, 0, 2], random_trees(3, nodes, device)
+    kept = conv_state(size, channels, slots, device)
+    weight = normal(channels, size, seed=3, device=device)
+    x = normal(3 * nodes, channels + 4, seed=4, device=device)[:, 4:]
+    before = [torch.cat((kept.state[s], kept.inputs[s, : kept.num_pending[s]])) for s in slots]
+    out = function(x, weight, kept, parents).view(3, nodes, channels)
+    for i, (slot, old) in enumerate(zip(slots, before, strict=True)):
+        rows = x[i * nodes : (i + 1) * nodes]
+        window = old[len(old) - size + 1 :]
+        assert torch.equal(kept.state[slot], window)
+        assert torch.equal(kept.inputs[slot, :nodes], rows)
+        for node in range(nodes):
+            path = path_to(parents[i].tolist(), node)
+            close(out[i, node], convolved(torch.cat((window, rows[path])), weight)[-1])
 
 
 @pytest.mark.parametrize("function", CONV_PREFILLS)

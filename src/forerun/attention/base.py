@@ -94,6 +94,9 @@ class AttentionBatch:
     # [B, q_len, words] int64, device: bit j of token i says whether it sees token j. Causal layers
     # then see the context and these tokens, and not all before them.
     tree: Tensor | None = None
+    # [B, q_len] int64, device: with `tree`, each token's parent, -1 for the root; for recurrent
+    # layers.
+    parents: Tensor | None = None
     kv_slots: Tensor | None = None  # [B * q_len] int64, device: where these are known already
     ragged: tuple[tuple[int, int], ...] | None = None  # host: (start, tokens) per request, exact
     slots: Tensor | None = None  # [B] int64, device: request slots, for recurrent layers
@@ -452,7 +455,8 @@ class AttentionContext:
         batch = self.batch
         assert batch.slots is not None
         prompts = None if batch.ragged is None else self._prompts
-        return RecurrentContext(batch.slots, batch.q_len, prompts, self.backend.pools.state(layer))
+        state = self.backend.pools.state(layer)
+        return RecurrentContext(batch.slots, batch.q_len, prompts, state, batch.parents)
 
     @cached_property
     def _prompts(self) -> PromptChunks:

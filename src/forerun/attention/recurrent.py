@@ -21,12 +21,17 @@ class RecurrentContext:
 
     Prefill (`prompts` set): nothing is pending. Read `state`, store the one after each request's
     chunk with `store_state`.
+
+    Tree (`parents` set, with `q_len`): the state before a token is the one after its parent; that
+    of the root is the first token's. A layer that does so declares `RecurrentState.trees`; the
+    updates of the accepted path are moved to where a chain would have left them.
     """
 
     slots: Tensor  # [B] int64
     q_len: int | None  # tokens of every request, or
     prompts: PromptChunks | None  # those of chunks of prompts
     layer: LayerState
+    parents: Tensor | None = None  # [B, q_len] int64 of a tree: indices of earlier tokens, or -1
 
     @property
     def num_pending(self) -> Tensor:

@@ -88,7 +88,7 @@ def choose_attention(
 
     Raises:
         ConfigError: the selected backend, or every backend, cannot serve the model; or the
-            algorithm drafts trees for a model with recurrent state.
+            algorithm drafts trees for a model whose recurrent layers follow one path.
     """
     return choose_backends(config, model_needs(config, model, caps, where))
 
@@ -98,10 +98,10 @@ def model_needs(
 ) -> list[ModelNeed]:
     """What target and draft need of attention; see `choose_attention`."""
     layout = _with_ssm_dtype(model.kv_layout(where.kv_dtype), config, model)
-    if caps.makes_trees and layout.has_recurrent_state:
+    if caps.makes_trees and not all(layer.trees for layer in layout.recurrent):
         raise ConfigError(
             f"speculative_algorithm {config.speculative_algorithm} drafts trees, and"
-            f" {model.config.architecture} has recurrent layers: their state follows one path."
+            f" {model.config.architecture} has recurrent layers whose state follows one path."
             " Choose an algorithm that drafts chains."
         )
     masks = tuple(

@@ -129,7 +129,7 @@ class ModelPools:
 
     # --- inside a step: on the device, can be captured ------------------------------------------
 
-    def commit(self, slots: Tensor, num_committed: Tensor) -> None:
+    def commit(self, slots: Tensor, num_committed: Tensor, path: Tensor | None = None) -> None:
         """Commits recurrent states: how many of the last pass's updates belong to them.
 
         The next pass reads and writes the states anyway, so it applies them. Nothing for K/V.
@@ -137,11 +137,21 @@ class ModelPools:
         Args:
             slots: [B] int64; the padding slot may occur more than once.
             num_committed: [B] int32, tokens of the verify pass that are committed.
+            path: [B, W] int64, of a tree: update i becomes that of token path[i]; None: a chain.
         """
         if self.states:
+            if path is not None:
+                self._move_updates(slots, path)
             self.num_pending.index_copy_(0, slots, num_committed)
             self.num_pending[-1:].zero_()  # the padding slot's state stays zero
             self.num_passes.index_add_(0, slots, torch.ones_like(num_committed))
+
+    def _move_updates(self, slots: Tensor, path: Tensor) -> None:
+        places = torch.arange(path.shape[1], device=path.device)
+        at = slots.unsqueeze(1) * self.shape.num_verify_tokens + places
+        for pool in self.states:
+            for update in pool.updates.values():  # [L, S, W, ...], as K/V of S pages of W tokens
+                compact_kv(update.flatten(3).unsqueeze(3).unsqueeze(0), at, path)
 
     def move_tokens(self, kv_slots: Tensor, path: Tensor) -> None:
         """Moves the K/V of a tree's accepted path to where a chain would have written it.

@@ -95,7 +95,7 @@ class CausalConv(Module):
         layer = state.layer
         kept = ConvState(state.slots, layer.num_pending, layer.state["conv"], layer.updates["conv"])
         if state.prompts is None:
-            return causal_conv_update(x, self.weight, kept)
+            return causal_conv_update(x, self.weight, kept, state.parents)
         return causal_conv_prefill(x, self.weight, kept, state.prompts)
 
 
@@ -163,6 +163,7 @@ class GatedDeltaNet(KVLayer):
                 "g": ((2, heads.num_v), float32),
             },
             replay=replay_states,
+            trees=True,
         )
 
     @property
@@ -191,7 +192,7 @@ class GatedDeltaNet(KVLayer):
             layer.updates["g"],
         )
         if state.prompts is None:
-            return gated_delta_update(qkv, gates, kept)
+            return gated_delta_update(qkv, gates, kept, state.parents)
         return gated_delta_prefill(qkv, gates, kept, state.prompts)
 
 

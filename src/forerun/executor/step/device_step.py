@@ -265,6 +265,8 @@ class DeviceStep:
         positions, next_positions = tokens.positions, tokens.next_positions
         if tree is not None:
             batch = replace(batch, tree=tree.ancestors)
+            if self.attention.pools.states:
+                batch = replace(batch, parents=tree.above)
             positions = (tokens.start.unsqueeze(1) + tree.depth).flatten()
             next_positions = positions + 1
         context = self.attention.context(batch, given.buffers)
@@ -305,7 +307,7 @@ class DeviceStep:
         num_committed, committed = self.tables.commit(
             candidates, own, slots, tokens.start, num_committed
         )
-        self.attention.pools.commit(slots, num_committed)
+        self.attention.pools.commit(slots, num_committed, path)
         if verified.confidence is not None and self.simulate is None:
             limits = self.tables.max_drafts[slots]
             limits = limits.masked_fill(slots == self.tables.padding_slot, 0)

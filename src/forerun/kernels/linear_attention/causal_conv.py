@@ -32,24 +32,28 @@ class ConvState:
     inputs: Tensor  # [S, W, C]: of the last decode or verify pass
 
 
-def causal_conv_update(x: Tensor, weight: Tensor, state: ConvState) -> Tensor:
+def causal_conv_update(
+    x: Tensor, weight: Tensor, state: ConvState, parents: Tensor | None = None
+) -> Tensor:
     """A decode or verify pass. Moves the pending inputs to the state, and stores those of x.
 
     Args:
         x: [B · q_len, C], any row stride; q_len <= W.
         weight: [C, K]; the last column is of the token itself.
         state: updated in place.
+        parents: [B, q_len] int64, of a tree: the earlier token that each one follows, -1 for the
+            root; None: a chain.
 
     Returns:
         [B · q_len, C].
     """
     if not use_triton(x):
-        return causal_conv_update_ref(x, weight, state)
+        return causal_conv_update_ref(x, weight, state, parents)
     batch, (channels, size) = len(state.slots), weight.shape
     assert size <= MAX_KERNEL_SIZE and x.stride(1) == 1
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _causal_conv_update[(batch, triton.cdiv(channels, BLOCK))](
-        x, weight, state.slots, state.num_pending, state.state, state.inputs, out,
+        x, weight, state.slots, state.num_pending, state.state, state.inputs, out, parents,
         x.stride(0), channels, state.inputs.shape[1],
         NUM_TOKENS=len(x) // batch, SIZE=size, BLOCK=BLOCK,
         num_warps=1, **pdl_options(x),
@@ -57,7 +61,9 @@ def causal_conv_update(x: Tensor, weight: Tensor, state: ConvState) -> Tensor:
     return out
 
 
-def causal_conv_update_ref(x: Tensor, weight: Tensor, state: ConvState) -> Tensor:
+def causal_conv_update_ref(
+    x: Tensor, weight: Tensor, state: ConvState, parents: Tensor | None = None
+) -> Tensor:
     """Reference implementation of `causal_conv_update`."""
     slots, before = state.slots, weight.shape[1] - 1
     x = x.view(len(slots), -1, x.shape[1])
@@ -67,7 +73,24 @@ def causal_conv_update_ref(x: Tensor, weight: Tensor, state: ConvState) -> Tenso
     window = kept.take_along_dim(at.unsqueeze(2), 1)
     state.state.index_copy_(0, slots, window)
     state.inputs[:, : x.shape[1]].index_copy_(0, slots, x)
-    return _conv_silu(torch.cat((window, x), 1), weight).flatten(0, 1)
+    known = torch.cat((window, x), 1)
+    if parents is not None:  # [B, q_len, K, C]: a window for every token
+        known = _windows(known, parents, before)
+    return _conv_silu(known, weight).flatten(0, -2)
+
+
+def _windows(known: Tensor, parents: Tensor, before: int) -> Tensor:
+    """Each token of trees with the `before` inputs on its path: [B, q_len, before + 1, C].
+
+    `known` [B, before + q_len, C] begins with the inputs before the root.
+    """
+    at = [torch.arange(parents.shape[1], device=parents.device).expand_as(parents)]
+    for _ in range(before):  # past the root, one further back each time
+        up = parents.gather(1, at[0].clamp_min(0))
+        at.insert(0, torch.where(at[0] >= 0, up, at[0] - 1))
+    index = (torch.stack(at, 2) + before).flatten(1).unsqueeze(2)
+    windows: Tensor = known.take_along_dim(index, 1).unflatten(1, (-1, before + 1))
+    return windows
 
 
 def causal_conv_prefill(
@@ -109,11 +132,14 @@ def _conv_silu(x: Tensor, weight: Tensor) -> Tensor:
 
 @jit
 def _causal_conv_update(
-    x_ptr, weight_ptr, slots, num_pending, state, inputs, out_ptr,
+    x_ptr, weight_ptr, slots, num_pending, state, inputs, out_ptr, parents,
     row_stride, channels, width,
     NUM_TOKENS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One CTA per BLOCK channels of a request. What it reads and writes no other CTA does."""
+    """One CTA per BLOCK channels of a request. What it reads and writes no other CTA does.
+
+    `parents` None: a chain, whose last inputs stay in registers.
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -136,15 +162,49 @@ def _causal_conv_update(
         tl.store(state + (SIZE - 3) * channels, x1, mask=inside)
     tl.store(state + (SIZE - 2) * channels, x2, mask=inside)
     f0, f1, f2 = x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32)
-    for i in tl.static_range(NUM_TOKENS):
-        row = request * NUM_TOKENS + i
-        x = tl.load(x_ptr + row * row_stride + at, mask=inside, other=0.0)
-        tl.store(inputs + i * channels, x, mask=inside)
-        f3 = x.to(tl.float32)
-        total = f0 * w0 + f1 * w1 + f2 * w2 + f3 * w3
-        out = total / (1.0 + tl.exp(-total))
-        tl.store(out_ptr + row * channels + at, out.to(out_ptr.dtype.element_ty), mask=inside)
-        f0, f1, f2 = f1, f2, f3
+    x_ptr += request * NUM_TOKENS * row_stride + at
+    out_ptr += request * NUM_TOKENS * channels + at
+    if parents is None:
+        for i in tl.static_range(NUM_TOKENS):
+            x = tl.load(x_ptr + i * row_stride, mask=inside, other=0.0)
+            tl.store(inputs + i * channels, x, mask=inside)
+            f3 = x.to(tl.float32)
+            total = f0 * w0 + f1 * w1 + f2 * w2 + f3 * w3
+            _store_silu(out_ptr + i * channels, total, inside)
+            f0, f1, f2 = f1, f2, f3
+    else:
+        parents += request * NUM_TOKENS
+        for i in range(NUM_TOKENS):
+            x = tl.load(x_ptr + i * row_stride, mask=inside, other=0.0)
+            tl.store(inputs + i * channels, x, mask=inside)
+            p2 = tl.load(parents + i)
+            p1 = _above(parents, p2)
+            p0 = _above(parents, p1)
+            total = x.to(tl.float32) * w3
+            total += _on_path(x_ptr, p2, row_stride, inside, f0, f1, f2) * w2
+            total += _on_path(x_ptr, p1, row_stride, inside, f0, f1, f2) * w1
+            total += _on_path(x_ptr, p0, row_stride, inside, f0, f1, f2) * w0
+            _store_silu(out_ptr + i * channels, total, inside)
+
+
+@jit
+def _store_silu(out_ptr, total, inside):
+    out = total / (1.0 + tl.exp(-total))
+    tl.store(out_ptr, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@jit
+def _above(parents, token):
+    """The parent of a token; before the root, one further back."""
+    return tl.where(token >= 0, tl.load(parents + token, mask=token >= 0, other=0), token - 1)
+
+
+@jit
+def _on_path(x_ptr, token, row_stride, inside, f0, f1, f2):
+    """A token's input in float32; f2, f1 and f0 are those before the root, the last one first."""
+    x = tl.load(x_ptr + token * row_stride, mask=inside & (token >= 0), other=0.0).to(tl.float32)
+    before = tl.where(token == -1, f2, tl.where(token == -2, f1, f0))
+    return tl.where(token >= 0, x, before)
 
 
 @jit

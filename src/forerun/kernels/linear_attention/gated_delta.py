@@ -25,6 +25,7 @@ from torch import Tensor
 from forerun.kernels.linear_attention.chunks import CHUNK, PromptChunks
 from forerun.kernels.runtime.jit import jit, tl, triton, use_triton
 from forerun.kernels.runtime.pdl import pdl_options
+from forerun.kernels.speculation.tree import tree_shape_ref, unpack_bits
 
 # Columns of a state that a CTA has in registers. A decode pass only reads and writes states; a
 # verify pass computes long enough for more CTAs to pay.
@@ -59,18 +60,22 @@ class DeltaState:
     g: Tensor  # [S, W, 2, HV] float32
 
 
-def gated_delta_update(qkv: Tensor, gates: DeltaGates, state: DeltaState) -> Tensor:
+def gated_delta_update(
+    qkv: Tensor, gates: DeltaGates, state: DeltaState, parents: Tensor | None = None
+) -> Tensor:
     """A decode or verify pass. Applies the pending updates, and stores those of its own tokens.
 
     Args:
         qkv: [B · q_len, 2 HK Dk + HV Dv]: q, k and v heads; q_len <= W.
         state: updated in place.
+        parents: [B, q_len] int64, of a tree: the earlier token that each one follows, -1 for the
+            root; None: a chain.
 
     Returns:
         o [B · q_len, HV, Dv], in qkv's dtype.
     """
     if not use_triton(qkv):
-        return gated_delta_update_ref(qkv, gates, state)
+        return gated_delta_update_ref(qkv, gates, state, parents)
     batch, (_, v_heads, k_dim, v_dim) = len(state.slots), state.state.shape
     width, _, k_heads, _ = state.k.shape[1:]
     assert qkv.is_contiguous() and gates.a.stride(1) == gates.b.stride(1) == 1
@@ -79,7 +84,7 @@ def gated_delta_update(qkv: Tensor, gates: DeltaGates, state: DeltaState) -> Ten
     _gated_delta_update[(batch * v_heads, triton.cdiv(v_dim, block_v))](
         qkv, gates.a, gates.b, gates.decay, gates.dt_bias,
         state.slots, state.num_pending, state.num_passes,
-        state.state, state.k, state.delta, state.g, out,
+        state.state, state.k, state.delta, state.g, out, parents,
         gates.a.stride(0), gates.b.stride(0), width,
         NUM_TOKENS=len(qkv) // batch, K_HEADS=k_heads, V_HEADS=v_heads, K_DIM=k_dim, V_DIM=v_dim,
         EPS=EPS, BLOCK_K=triton.next_power_of_2(k_dim), BLOCK_V=block_v,
@@ -96,13 +101,18 @@ def update_block_v(num_tokens: int, hip: bool) -> int:
     return DECODE_BLOCK_V if num_tokens == 1 and not hip else VERIFY_BLOCK_V
 
 
-def gated_delta_update_ref(qkv: Tensor, gates: DeltaGates, state: DeltaState) -> Tensor:
+def gated_delta_update_ref(
+    qkv: Tensor, gates: DeltaGates, state: DeltaState, parents: Tensor | None = None
+) -> Tensor:
     """Reference implementation of `gated_delta_update`."""
     slots = state.slots
     x = _Tokens.of(qkv, gates, state).of_requests(len(slots))
     before = apply_updates(state)
     state.state.index_copy_(0, slots, before.to(state.state.dtype))
-    o, delta, _ = _advance(x, before)
+    seen = None
+    if parents is not None:
+        seen = unpack_bits(tree_shape_ref(parents[:, 1:])[2], parents.shape[1])
+    o, delta, _ = _advance(x, before, seen)
     width = x.k.shape[1]
     state.delta[:, :width].index_copy_(0, slots, delta)
     turn = 1 - _last_turn(state)
@@ -181,7 +191,7 @@ class _Tokens:
         _, v_heads, k_dim, v_dim = state.state.shape
         keys = (qkv.shape[1] - v_heads * v_dim) // 2
         q, k, v = qkv.float().split_with_sizes((keys, keys, v_heads * v_dim), 1)
-        q, k = (_normalised(x.unflatten(1, (-1, k_dim))) for x in (q, k))
+        q, k = (_unit(x.unflatten(1, (-1, k_dim))) for x in (q, k))
         g = -gates.decay * F.softplus(gates.a.float() + gates.dt_bias)
         beta = gates.b.sigmoid().float()
         return cls(q * k_dim**-0.5, k, v.unflatten(1, (-1, v_dim)), g, beta)
@@ -195,7 +205,7 @@ class _Tokens:
         return _Tokens(*(x.unflatten(0, (count, -1)) for x in parts))
 
 
-def _normalised(x: Tensor) -> Tensor:
+def _unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + EPS)
 
 
@@ -223,21 +233,28 @@ def _per_value_head(x: Tensor, v_heads: int) -> Tensor:
     return x.repeat_interleave(v_heads // x.shape[2], 2)
 
 
-def _advance(x: _Tokens, before: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _advance(
+    x: _Tokens, before: Tensor, seen: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Up to CHUNK tokens of B requests at once: (o, δ [B, n, HV, Dv], the states after them).
 
     With G the running sum of g, unrolling the recurrence gives a lower triangular system for δ:
     δ_i = β_i (v_i - e^(G_i) Sᵀ k_i - Σ_(j < i) e^(G_i - G_j) (k_i · k_j) δ_j).
+    In a tree, sums are over the path to i: `seen` [B, n, n] bool, whether j is on it; there is no
+    state after all tokens.
     """
     heads = before.shape[1]
     q, k = (_per_value_head(each, heads).transpose(1, 2) for each in (x.q, x.k))
-    v, total = x.v.transpose(1, 2), x.g.transpose(1, 2).cumsum(2)  # [B, HV, n, Dv], [B, HV, n]
+    v, g = x.v.transpose(1, 2), x.g.transpose(1, 2)  # [B, HV, n, Dv], [B, HV, n]
+    total = g.cumsum(2) if seen is None else g @ seen.transpose(1, 2).to(g.dtype)
     beta, grown = x.beta.transpose(1, 2).unsqueeze(3), total.exp().unsqueeze(3)
     delta = beta * torch.addcmul(v, grown, k @ before, value=-1)
     if total.shape[2] == 1:
         after = torch.addcmul(k.transpose(2, 3) * delta, before, grown)
         return (q @ after).transpose(1, 2), delta.transpose(1, 2), after
     later = torch.ones(total.shape[2:] * 2, dtype=torch.bool, device=total.device).triu(1)
+    if seen is not None:
+        later = ~seen.unsqueeze(1)
     decay = (total.unsqueeze(3) - total.unsqueeze(2)).masked_fill(later, -torch.inf).exp()
     system = (beta * k) @ k.transpose(2, 3) * decay  # its diagonal counts as 1
     delta = torch.linalg.solve_triangular(system, delta, upper=False, unitriangular=True)
@@ -250,7 +267,7 @@ def _advance(x: _Tokens, before: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 @jit
 def _gated_delta_update(
     qkv, a_ptr, b_ptr, decay_ptr, dt_bias_ptr, slots, num_pending, num_passes,
-    state, k_kept, delta_kept, g_kept, out_ptr, a_stride, b_stride, width,
+    state, k_kept, delta_kept, g_kept, out_ptr, parents, a_stride, b_stride, width,
     NUM_TOKENS: tl.constexpr, K_HEADS: tl.constexpr, V_HEADS: tl.constexpr,
     K_DIM: tl.constexpr, V_DIM: tl.constexpr, EPS: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
@@ -259,6 +276,9 @@ def _gated_delta_update(
 
     The columns of a state do not read each other, nor do those of δ. k and g are the same for all
     columns and written by the first of them; the last pass's are in the other of two buffers.
+
+    In a chain (`parents` None) the state goes from token to token. In a tree it stays where it was
+    before the pass, and every token adds up what those on its path have written.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -291,31 +311,64 @@ def _gated_delta_update(
     tl.debug_barrier()  # all of the last pass's δ are read before any is overwritten
 
     ROW: tl.constexpr = (2 * K_HEADS) * K_DIM + V_HEADS * V_DIM
+    K_ROW: tl.constexpr = K_HEADS * K_DIM
+    V_ROW: tl.constexpr = V_HEADS * V_DIM
     qkv += request * NUM_TOKENS * ROW
     q_ptr = qkv + k_head * K_DIM + row
-    v_ptr = qkv + 2 * K_HEADS * K_DIM + head * V_DIM + column
+    v_ptr = qkv + 2 * K_ROW + head * V_DIM + column
     out_ptr += (request * NUM_TOKENS * V_HEADS + head) * V_DIM + column
-    for i in tl.static_range(NUM_TOKENS):
-        token = request * NUM_TOKENS + i
-        q = tl.load(q_ptr + i * ROW, mask=inside_k, other=0.0).to(tl.float32)
-        k = tl.load(q_ptr + i * ROW + K_HEADS * K_DIM, mask=inside_k, other=0.0).to(tl.float32)
-        v = tl.load(v_ptr + i * ROW, mask=inside_v, other=0.0).to(tl.float32)
-        q *= tl.rsqrt(tl.sum(q * q, 0) + EPS) * (K_DIM**-0.5)
-        k *= tl.rsqrt(tl.sum(k * k, 0) + EPS)
-        g = _log_decay(tl.load(a_ptr + token * a_stride + head), decay, dt_bias)
-        beta = _sigmoid(tl.load(b_ptr + token * b_stride + head))
-        s *= tl.exp(g)
-        delta = beta * (v - tl.sum(s * k[:, None], 0))
-        s += k[:, None] * delta[None, :]
-        out = tl.sum(s * q[:, None], 0)
-        tl.store(out_ptr + i * (V_HEADS * V_DIM), out.to(out_ptr.dtype.element_ty), mask=inside_v)
-        tl.store(delta_kept + i * (V_HEADS * V_DIM), delta, mask=inside_v)
-        at = 2 * i + 1 - turn
-        tl.store(
-            k_kept + at * (K_HEADS * K_DIM), k,
-            mask=inside_k & first & (head % (V_HEADS // K_HEADS) == 0),
-        )  # fmt: skip
-        tl.store(g_kept + at * V_HEADS, g, mask=first)
+    a_ptr += request * NUM_TOKENS * a_stride + head
+    b_ptr += request * NUM_TOKENS * b_stride + head
+    keeps_k = inside_k & first & (head % (V_HEADS // K_HEADS) == 0)
+    if parents is None:
+        for i in tl.static_range(NUM_TOKENS):
+            q = _normalised(q_ptr + i * ROW, inside_k, EPS) * (K_DIM**-0.5)
+            k = _normalised(q_ptr + i * ROW + K_ROW, inside_k, EPS)
+            v = tl.load(v_ptr + i * ROW, mask=inside_v, other=0.0).to(tl.float32)
+            g = _log_decay(tl.load(a_ptr + i * a_stride), decay, dt_bias)
+            s *= tl.exp(g)
+            delta = _sigmoid(tl.load(b_ptr + i * b_stride)) * (v - tl.sum(s * k[:, None], 0))
+            s += k[:, None] * delta[None, :]
+            out = tl.sum(s * q[:, None], 0)
+            tl.store(out_ptr + i * V_ROW, out.to(out_ptr.dtype.element_ty), mask=inside_v)
+            tl.store(delta_kept + i * V_ROW, delta, mask=inside_v)
+            at = 2 * i + 1 - turn
+            tl.store(k_kept + at * K_ROW, k, mask=keeps_k)
+            tl.store(g_kept + at * V_HEADS, g, mask=first)
+    else:
+        parents += request * NUM_TOKENS
+        for i in range(NUM_TOKENS):
+            q = _normalised(q_ptr + i * ROW, inside_k, EPS) * (K_DIM**-0.5)
+            k = _normalised(q_ptr + i * ROW + K_ROW, inside_k, EPS)
+            v = tl.load(v_ptr + i * ROW, mask=inside_v, other=0.0).to(tl.float32)
+            g = _log_decay(tl.load(a_ptr + i * a_stride), decay, dt_bias)
+            decayed = tl.exp(g)  # from the token on the path to this one, its own decay included
+            read = tl.zeros_like(v)  # of what the path has written, by k and by q
+            out = tl.zeros_like(v)
+            above = tl.load(parents + i)
+            while above >= 0:
+                other = _normalised(q_ptr + above * ROW + K_ROW, inside_k, EPS)
+                written = decayed * tl.load(delta_kept + above * V_ROW, mask=inside_v, other=0.0)
+                read += tl.sum(other * k, 0) * written
+                out += tl.sum(other * q, 0) * written
+                decayed *= tl.exp(_log_decay(tl.load(a_ptr + above * a_stride), decay, dt_bias))
+                above = tl.load(parents + above)
+            read += decayed * tl.sum(s * k[:, None], 0)
+            delta = _sigmoid(tl.load(b_ptr + i * b_stride)) * (v - read)
+            out += decayed * tl.sum(s * q[:, None], 0) + tl.sum(k * q, 0) * delta
+            tl.store(out_ptr + i * V_ROW, out.to(out_ptr.dtype.element_ty), mask=inside_v)
+            tl.store(delta_kept + i * V_ROW, delta, mask=inside_v)
+            at = 2 * i + 1 - turn
+            tl.store(k_kept + at * K_ROW, k, mask=keeps_k)
+            tl.store(g_kept + at * V_HEADS, g, mask=first)
+            tl.debug_barrier()  # tokens that follow this one read its δ
+
+
+@jit
+def _normalised(x_ptr, inside, EPS: tl.constexpr):
+    """A head of a token, of length 1, in float32."""
+    x = tl.load(x_ptr, mask=inside, other=0.0).to(tl.float32)
+    return x * tl.rsqrt(tl.sum(x * x, 0) + EPS)
 
 
 @jit

@@ -51,6 +51,11 @@ class Tree:
         )  # fmt: skip
         return tree
 
+    @property
+    def above(self) -> Tensor:
+        """[B, W] int64: the parents; -1 for the root."""
+        return self.parents - (self.depth == 0).long()
+
     def accept(self, candidates: Tensor, sampled: Tensor) -> tuple[Tensor, Tensor]:
         """The longest path on which every draft is what the target sampled at its parent.
 
