@@ -79,6 +79,7 @@ class AttentionNeed:
     sinks: bool = False  # a learned logit per head in the denominator of the softmax
     logit_softcap: bool = False  # cap · tanh(score / cap)
     arch: str | None = None  # of the GPU: "sm_90", "gfx942"; None: a CPU, or not known
+    fixed_order: bool = False  # a token's result may depend on the tokens before it alone
     page_sizes: frozenset[int] | None = None  # one of these will be used; None: any
 
 
@@ -104,6 +105,7 @@ class Capabilities:
     mixed_layouts: bool = False  # layers may differ in what they keep
     sinks: bool = False
     logit_softcap: bool = False
+    fixed_order: bool = False  # one order of sums, whatever the batch, chunk, pages and width
     host_lengths: HostLengths = HostLengths.NONE
     host_page_table: bool = False  # it also wants page ids on the host
 
@@ -159,6 +161,10 @@ class Capabilities:
             (need.mla and not self.mla, "it has no latent (MLA) attention"),
             (need.sinks and not self.sinks, "it has no attention sinks"),
             (need.logit_softcap and not self.logit_softcap, "it has no logit soft-cap"),
+            (
+                need.fixed_order and not self.fixed_order,
+                "its sums depend on the batch (enable_deterministic_inference)",
+            ),
             (
                 not need.uniform and not self.mixed_layouts,
                 "it needs K/V of one shape in all layers",

@@ -29,6 +29,11 @@ from forerun.attention.paged import (
     step_kv_slots,
 )
 from forerun.kernels.attention.decode import BLOCK, CAUSAL, TREE, MaskSpec, paged_attention
+from forerun.kernels.attention.fixed_order import (
+    TreePaths,
+    fixed_order_attention,
+    fixed_order_prefill,
+)
 from forerun.kernels.attention.mla_absorbed import (
     PagedLatent,
     build_row_tile_map,
@@ -48,6 +53,7 @@ from forerun.kernels.attention.tiles import (
     choose_mla_splits,
     choose_num_splits,
     expanded_tile_config,
+    fixed_order_tile,
     mla_prefill_tile_rows,
     prefill_tile_config,
 )
@@ -73,6 +79,7 @@ class TritonPlan(SlotPlan):
     num_splits: Mapping[PagedLayout, int]
     tile_maps: Mapping[PagedLayout, TileMap]  # of ragged chunks
     tree: Tensor | None = None
+    paths: TreePaths | None = None  # of a tree, where sums have a fixed order
     expanded: _Expanded | None = None  # made by the first layer that needs it
 
 
@@ -97,6 +104,7 @@ class TritonAttention(PagedBackend):
         mixed_layouts=True,
         sinks=True,
         logit_softcap=True,
+        fixed_order=True,
     )
 
     @classmethod
@@ -117,6 +125,8 @@ class TritonAttention(PagedBackend):
             reasons.append("its latent (MLA) attention has no logit soft-cap")
         if need.mla and any(m.mask is Mask.CUSTOM and m.window is not None for m in need.masks):
             reasons.append("in its latent (MLA) attention trees have no window")
+        if need.mla and need.fixed_order:
+            reasons.append("the sums of its latent (MLA) attention depend on the batch")
         rope_dim = need.head_dim - need.latent_dim
         if need.mla and not need.dense and (need.latent_dim > MAX_LATENT or rope_dim > MAX_ROPE):
             reasons.append(
@@ -144,7 +154,10 @@ class TritonAttention(PagedBackend):
             kv_slots = step_kv_slots(batch, page)
             tree = None if batch.tree is None else batch.tree.flatten(0, 1)
             splits = {kind: self._num_splits(batch, batch.q_len, kind) for kind in self._kinds}
-            return TritonPlan(batch, kv_slots, splits, {}, tree)
+            paths = None
+            if self.need.fixed_order and tree is not None:
+                paths = TreePaths.of(tree, batch.q_len)
+            return TritonPlan(batch, kv_slots, splits, {}, tree, paths)
         assert batch.ragged is not None
         kv_slots, _ = chunk_kv_slots(batch, page)
         # The upload in `build_tile_map` lies between `kv_slots` and its first reader (see pdl.py).
@@ -176,7 +189,8 @@ class TritonAttention(PagedBackend):
         if isinstance(kind, LatentKV):
             tile_rows = mla_prefill_tile_rows(gpu, self._latent_shape)
             return build_row_tile_map(chunks, need.num_heads, tile_rows, send)
-        config = prefill_tile_config(gpu, kind.head_dim, need.dtype)
+        tile_of = fixed_order_tile if need.fixed_order else prefill_tile_config
+        config = tile_of(gpu, kind.head_dim, need.dtype)
         group = need.num_heads // kind.num_kv_heads
         return build_tile_map(chunks, max(1, config.block_m // group), send)
 
@@ -200,11 +214,17 @@ class TritonAttention(PagedBackend):
         batch, mask = plan.batch, _mask(plan, spec)
         kind = self.pools.layout.paged_layer(layer)
         kv = PagedKV(self.pools.k(layer), self.pools.v(layer), batch.page_table, batch.start)
+        if self.need.fixed_order and batch.q_len is not None:
+            ub, paths = batch.kv_len_ub, plan.paths
+            return fixed_order_attention(q, kv, batch.q_len, mask, spec.scale, ub, paths)
         if batch.q_len is not None:
             splits = plan.num_splits[kind]
             return paged_attention(q, kv, batch.q_len, mask, spec.scale, splits)
         assert batch.ragged is not None
-        return prefill_attention(q, kv, batch.ragged, plan.tile_maps[kind], mask, spec.scale)
+        tile_map = plan.tile_maps[kind]
+        if self.need.fixed_order:
+            return fixed_order_prefill(q, kv, tile_map, mask, spec.scale)
+        return prefill_attention(q, kv, batch.ragged, tile_map, mask, spec.scale)
 
     def attend_latent(self, plan: Plan, layer: int, spec: AttentionSpec, q: Tensor) -> Tensor:
         assert isinstance(plan, TritonPlan)

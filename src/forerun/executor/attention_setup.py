@@ -41,6 +41,7 @@ class Placement:
     arch: str | None = None  # of the GPU: `gpu_arch`
     ranks: int = 1  # that share the target's heads
     draft_kv_dtype: torch.dtype | None = None  # None: as `kv_dtype`
+    fixed_order: bool = False  # of the target's sums
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,7 @@ def model_needs(
         _need(layout, model.config.num_heads // where.ranks, masks, where),
         sinks=model.has_attention_sinks,
         logit_softcap=model.has_logit_softcap,
+        fixed_order=where.fixed_order,
     )
     trees = _tree_masks(masks) if caps.makes_trees else frozenset()
     phases = (Phase.PREFILL, Phase.DECODE, *([Phase.VERIFY] if caps.num_drafts else []))

@@ -165,7 +165,12 @@ class _Builder:
                 quantization = settings.config.quantization
                 ep_size = settings.config.ep_size
                 place = WeightPlacement(
-                    *where, self.comm, quantization, ep_size=ep_size, allocate=False
+                    *where,
+                    self.comm,
+                    quantization,
+                    ep_size=ep_size,
+                    fixed_order=settings.fixed_order,
+                    allocate=False,
                 )
                 model = load_target_at(place, model_path, load_format, positions, settings.kv_dtype)
             self.algorithm.load(

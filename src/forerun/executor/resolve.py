@@ -15,6 +15,7 @@ from forerun.config.model_config import ModelConfig
 from forerun.core.errors import ConfigError
 from forerun.core.plan import Limits
 from forerun.executor.attention_setup import AttentionSetup, Placement, choose_attention
+from forerun.executor.fixed_order import has_fixed_order
 from forerun.executor.tensor_parallel import rank_device
 from forerun.kernels.cpu import library
 from forerun.layers.communication import (
@@ -50,6 +51,7 @@ class Settings:
     caps: SpecCaps
     limits: Limits
     attention: list[AttentionSetup]  # of the target and, if it has K/V, of the draft
+    fixed_order: bool  # of the target's sums, on a GPU
     threads: CpuThreads | None  # intra-op threads; None: not a CPU
 
     @property
@@ -111,7 +113,8 @@ def resolve(
     if config.ep_size > 1:
         check_has_experts(model, config.ep_size, target.architecture)
     graphs, arch = captures_graphs(config, device), gpu_arch(device)
-    where = Placement(device, dtype, kv_dtype, graphs, arch, comm.size, draft_kv_dtype)
+    fixed_order = has_fixed_order(config, model, device)
+    where = Placement(device, dtype, kv_dtype, graphs, arch, comm.size, draft_kv_dtype, fixed_order)
     attention = choose_attention(config, model, caps, where)
     limits = _limits(config, target, caps, attention, device, overlap_depth)
     attention, limits = _with_windows(attention, limits, max(0, caps.prefix_lookahead - 1))
@@ -121,7 +124,17 @@ def resolve(
     tokenizer = None if config.skip_tokenizer_init else tokenizer_folder(config, model_path)
     stops = stop_ids(model_path, tokenizer, target.vocab_size)
     return Settings(
-        config, target, stops, device, dtype, kv_dtype, caps, limits, attention, threads
+        config,
+        target,
+        stops,
+        device,
+        dtype,
+        kv_dtype,
+        caps,
+        limits,
+        attention,
+        fixed_order,
+        threads,
     )
 
 

@@ -93,6 +93,8 @@ class WeightPlacement:
     # Of linears, when they are prepared: "int8", or "bfloat16" where that is faster than `dtype`.
     quantization: str | None = None
     ep_size: int = 1  # groups of ranks among which experts are divided whole
+    # A token's result may depend on its own input alone, not on other tokens: `FixedOrderGemm`.
+    fixed_order: bool = False
     allocate: bool = True  # False: linears and experts later, when it is known how they are stored
 
     def on_meta(self) -> WeightPlacement:

@@ -5,6 +5,8 @@
                   blocked layout
     SkinnyGemm    bfloat16 on a GPU: our kernels where `kernels/gemm/dispatch.py` has a
                   configuration for so few tokens, else the vendor's library
+    FixedOrderGemm  bfloat16 on a GPU with `enable_deterministic_inference`: our kernels for any
+                  number of tokens, an output's products along K in one order
     LibraryGemm   everything else: `F.linear`
 
 `gemm_for` chooses once per weight, when the model is prepared. `gemm_quantized.py` has the GEMMs of
@@ -26,6 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forerun.core.errors import ConfigError
 from forerun.kernels.cpu import gemm as cpu
 from forerun.kernels.cpu import library as cpu_library
 from forerun.kernels.elementwise.gated_act import silu_mul
@@ -35,6 +38,7 @@ from forerun.kernels.gemm.config import (
     uses_split_k,
 )
 from forerun.kernels.gemm.dispatch import (
+    choose_fixed_order_gemm,
     choose_gemm,
     choose_gemm_silu_mul,
 )
@@ -42,6 +46,7 @@ from forerun.kernels.gemm.gemm import (
     DeferredNorm,
     GemmWeight,
     gemm,
+    gemm_add,
     gemm_add_deferred_norm,
     gemm_argmax,
     gemm_partials,
@@ -273,8 +278,43 @@ class SkinnyGemm(Gemm):
         return choose_gemm_silu_mul(n, k, num_tokens, gpu_of(self.weight.weight.device))
 
 
+class FixedOrderGemm(Gemm):
+    """Our kernels for any number of tokens. A token's output depends on its input alone.
+
+    No norm is deferred and no partials are left: what follows would add up other sums for few
+    tokens than for many.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight = GemmWeight.from_tensor(weight, bias)
+
+    def __call__(self, x: Tensor | DeferredNorm) -> Tensor:
+        return gemm(x, self.weight, self._config(num_tokens_of(x)))
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, norm: RMSNorm, reader: Gemm | None
+    ) -> tuple[Tensor | DeferredNorm, Tensor]:
+        """The residual is added in the epilogue."""
+        total = gemm_add(x, self.weight, residual, self._config(x.shape[0]))
+        return norm(total), total
+
+    def silu_and_mul(self, x: Tensor | DeferredNorm) -> Tensor:
+        return gemm_silu_mul(x, self.weight, self._config(num_tokens_of(x)))
+
+    def argmax(self, x: Tensor) -> Tensor:
+        return gemm_argmax(x, self.weight, self._config(x.shape[0]))
+
+    def _config(self, num_tokens: int) -> GemmConfig:
+        n, k = self.weight.weight.shape
+        return choose_fixed_order_gemm(n, k, num_tokens, gpu_of(self.weight.weight.device))
+
+
 def gemm_for(
-    weight: Tensor, bias: Tensor | None, shared: bool = False, quantization: str | None = None
+    weight: Tensor,
+    bias: Tensor | None,
+    shared: bool = False,
+    quantization: str | None = None,
+    fixed_order: bool = False,
 ) -> Gemm:
     """The implementation for a loaded weight [out, in].
 
@@ -282,7 +322,18 @@ def gemm_for(
         shared: the plain matrix stays in use elsewhere, so that a reordered one is a second copy.
         quantization: "int8": the GEMM reads it in 8 bits; only where `CpuGemm` serves. "bfloat16":
             it multiplies in bfloat16, where `CpuGemm` serves and that is faster.
+        fixed_order: a token's output depends on its input alone; on a CPU it does anyway.
+
+    Raises:
+        ConfigError: no implementation for this weight has a fixed order.
     """
+    if fixed_order and weight.is_cuda:
+        if not skinny_serves(weight):
+            raise ConfigError(
+                f"enable_deterministic_inference: GEMMs of {weight.dtype} weights with"
+                f" {weight.shape[1]} input columns have no fixed order of sums; drop it."
+            )
+        return FixedOrderGemm(weight, bias)
     if quantization == INT8:
         return CpuGemm(weight, bias, cpu.Format.INT8)
     if quantization == BFLOAT16 and bfloat16_serves(weight):

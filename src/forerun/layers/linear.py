@@ -23,6 +23,7 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
+from forerun.core.errors import ConfigError
 from forerun.kernels.elementwise.gated_act import gelu_tanh_mul
 from forerun.kernels.gemm.gemm import DeferredNorm
 from forerun.kernels.gemm.quantized import QuantizedWeight
@@ -133,6 +134,7 @@ class LinearBase(Module):
         self.bias = place.empty(output_size) if bias else None
         self.gemm: Gemm = LibraryGemm(self.weight, self.bias)
         self._device, self._quantization = place.device, place.quantization
+        self._fixed_order = place.fixed_order
         self._method = QuantizeMethod()  # of the quantized weight
 
     def allocate(self) -> None:
@@ -168,12 +170,19 @@ class LinearBase(Module):
     def prepare(self) -> None:
         if self.quantized is not None:
             weight, dtype = self.quantized, self.weight.dtype
+            if self._fixed_order and self._device.type == "cuda":
+                raise ConfigError(
+                    "enable_deterministic_inference: GEMMs of quantized weights have no fixed order"
+                    " of sums for more than 128 tokens; drop it."
+                )
             kept = self._method.gemm(weight, self.bias, dtype)
             self.gemm = kept or gemm_for(weight.dequantize().to(dtype), self.bias)
             self.quantized_gemm = self.gemm.describe_quantized() or "dequantized when loaded"
             self.quantized = None
             return
-        self.gemm = gemm_for(self.weight, self.bias, self.shared, self._quantization)
+        self.gemm = gemm_for(
+            self.weight, self.bias, self.shared, self._quantization, self._fixed_order
+        )
         if self.gemm.packs_weight:
             self.weight = self.weight.new_empty(0, self.weight.shape[1])
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from forerun.core.logprobs import LogprobParams
+from forerun.kernels.sampling.log_sum_exp import log_sum_exp
 from forerun.platform.device import upload
 
 
@@ -102,7 +103,10 @@ class LogprobRows:
         index = token_ids.unsqueeze(1).expand(-1, logits.shape[1], -1)
         top, top_ids = logits.topk(num_top, dim=-1)
         return cls(
-            logits.float().logsumexp(-1), top.float(), top_ids, logits.gather(2, index).float()
+            log_sum_exp(logits.flatten(0, 1)).view(logits.shape[:2]),
+            top.float(),
+            top_ids,
+            logits.gather(2, index).float(),
         )
 
     def logprobs(self, tokens: Tensor, logits: Tensor) -> Logprobs:

@@ -183,6 +183,15 @@ def prefill_tile_config(gpu: GpuInfo, head_dim: int, dtype: torch.dtype) -> Tile
     return TileConfig(128, 64, 8, 2, max_registers=128)  # two CTAs per SM, with a few spills
 
 
+def fixed_order_tile(gpu: GpuInfo, head_dim: int, dtype: torch.dtype) -> TileConfig:
+    """The one tile of `fixed_order.py`, for decode, verify and prefill alike."""
+    tile = prefill_tile_config(gpu, head_dim, dtype)
+    if gpu.interpreted or gpu.amd or dtype == torch.float32 or gpu.capability != 90:
+        return tile
+    wide = next_power_of_2(head_dim) > 128
+    return TileConfig(64, 32 if wide else 64, 8 if wide else 4, 2 if wide else 3)
+
+
 # --- latent K/V (MLA) ---------------------------------------------------------------------------
 
 

@@ -21,6 +21,7 @@ from forerun.kernels.elementwise.rms_norm import rms_norm_ref, sum_split_k_ref
 from forerun.kernels.runtime.fp8 import FP8, as_bits, encode_e4m3
 from forerun.kernels.runtime.gpu import vector_warps
 from forerun.kernels.runtime.jit import jit, jit_no_specialize, tl, triton, use_triton
+from forerun.kernels.runtime.pairs import sum_pairs
 from forerun.kernels.runtime.pdl import pdl_options
 
 MAX_GROUP = 8  # heads that a CTA takes, at most
@@ -249,10 +250,11 @@ def _qk_norm_rope_write(
 
     if first < V_FIRST:
         if k_norm is not None:
-            scale = tl.rsqrt(tl.sum(a * a + b * b, 2) / DIM + eps)[:, :, None]
+            squares = sum_pairs(tl.fma(a, a, b * b), TOKENS_BLOCK, GROUP, HALF)
+            scale = tl.rsqrt(squares / DIM + eps)[:, :, None]
             a *= scale * lower_weight
             b *= scale * upper_weight
-        a, b = a * cos - b * sin, b * cos + a * sin
+        a, b = tl.fma(a, cos, -(b * sin)), tl.fma(b, cos, a * sin)
 
     if first < K_FIRST:
         target = q_ptr + (token.to(tl.int64) * HEADS + first) * DIM + lower

@@ -98,6 +98,41 @@ def choose_gemm(n: int, k: int, m: int, gpu: GpuInfo, partials: bool = False) ->
     return default_triton_config(gpu) if bucket <= MAX_DEFAULT_M else None
 
 
+def choose_fixed_order_gemm(n: int, k: int, m: int, gpu: GpuInfo) -> GemmConfig:
+    """How to multiply any number of tokens such that the order of sums is one: K is not split.
+
+    A kernel's tiles may differ with M, for each output is still one chain of products along K.
+    """
+    if _has_sm90(gpu) and n % 8 == 0 and k % (2 * BLOCK_K_SM90) == 0:
+        return _fixed_order_sm90(n, k, m_bucket(m), gpu)
+    block_m = min(128, m_bucket(m))
+    tiles = -(-n // 64) * -(-m_bucket(m) // block_m)
+    hopper = gpu.capability == 90 and not gpu.amd
+    block_k = 64 if gpu.amd else 128
+    return TritonGemmConfig(64, block_k, tiles, 4, 2 if gpu.amd else 4, swap_ab=hopper)
+
+
+@cache
+def _fixed_order_sm90(n: int, k: int, bucket: int, gpu: GpuInfo) -> Sm90GemmConfig:
+    """The default up to 128 tokens; beyond, the widest tiles among those that fill the SMs best."""
+    if bucket <= MAX_DEFAULT_M_SM90:
+        tuned = TUNED.get(gpu.capability, {}).get((n, k), {}).get(bucket)
+        if isinstance(tuned, Sm90GemmConfig) and tuned.split_k == 1:
+            return tuned
+        config = default_sm90_config(n, k, bucket, gpu)
+        assert config is not None, "the shape is aligned"
+        return config
+    cluster_m = 2 if bucket > 128 else 1
+    clusters = -(-bucket // (128 * cluster_m))
+    options = []
+    for block_n in (96, 128, 192, 256):
+        tiles = clusters * -(-n // block_n)
+        waves = -(-tiles // (gpu.num_sms // cluster_m))
+        # A tile takes as long as it is wide, and some time to begin and to store.
+        options.append((waves * (block_n + 32), -block_n))
+    return Sm90GemmConfig(-min(options)[1], cluster_m=cluster_m, group_m=8)
+
+
 def choose_fp8_gemm(
     n: int, k: int, m: int, gpu: GpuInfo, group: int = 0, partials: bool = False
 ) -> GemmChoice:

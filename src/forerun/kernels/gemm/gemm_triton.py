@@ -40,12 +40,12 @@ def launch(config: TritonGemmConfig, args: GemmArguments, semaphores: Tensor) ->
     x, weight = args.x, args.weight
     (m, k), weight_rows = x.shape, weight.shape[0]
     bucket, tiles = m_bucket(m), num_tiles(m, weight_rows, config)
-    assert m <= MAX_M and tiles <= len(semaphores)
     assert weight.is_contiguous() and x.stride(1) == 1
     assert args.group % config.block_k == 0
     block_m, iters_per_tile = min(config.block_m, bucket), -(-k // config.block_k)
     num_ctas = min(config.num_ctas, tiles * iters_per_tile)
     max_split = max_splits(num_ctas, tiles, iters_per_tile)
+    assert max_split == 1 or (m <= MAX_M and tiles <= len(semaphores))
     partials = args.partials
     if partials is None and max_split > 1:  # a workspace
         size = (2 * num_ctas, block_m, config.block_n)

@@ -1,0 +1,491 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
+"""Paged attention whose result for a token depends on the tokens before it alone, to the last bit.
+
+Neither the batch, nor how many tokens of a request run at once, nor page size or cache state
+changes a sum. Positions are divided into segments whose bounds are constants (`segment_begin`).
+Each segment has a softmax of its own, over blocks of positions in their order; the segments'
+results are folded from the first to the last (`fold`). Whether one CTA folds them in registers, as
+for prompts and large batches, or several CTAs leave them to a second kernel, the operations are the
+same, and so is the tile's arithmetic: decode, verify and prefill have one tile shape.
+
+Positions that a row does not see leave its result as it is: a masked score weighs exactly 0, and a
+block or a segment without a visible one multiplies by exactly 1. So rows of a tile may differ in
+what they see.
+
+A tree's tokens lie in the pool in the order of their nodes. Each is computed as the last token of
+the chain of its ancestors (`TreePaths`): the blocks from that of the first query token on are
+gathered along its path, node after node, with the rows of other nodes masked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forerun.kernels.attention.decode import PREFETCH_LEN, TREE, MaskSpec, needs_int64_offsets
+from forerun.kernels.attention.decode_kernels import (
+    attends,
+    begin_softmax,
+    cast_q,
+    kv_slots_of,
+    load_kv,
+    load_page_ids,
+    online_softmax_step,
+    prefetch_kv,
+    tanh_of,
+)
+from forerun.kernels.attention.paged_kv import PagedKV
+from forerun.kernels.attention.tile_map import TileMap
+from forerun.kernels.attention.tiles import TileConfig, fixed_order_tile
+from forerun.kernels.runtime.fp8 import as_bits, fp8_mode
+from forerun.kernels.runtime.gpu import GpuInfo, gpu_of
+from forerun.kernels.runtime.jit import jit, tl, triton
+from forerun.kernels.runtime.pdl import pdl_options
+from forerun.kernels.speculation.tree import unpack_bits
+
+CTAS_PER_SM = 4  # a context is divided among CTAs while there are fewer
+FOLD_SIZE = 2048  # elements of a segment's results that a CTA of the second kernel folds at once
+
+
+@dataclass(frozen=True, eq=False)
+class TreePaths:
+    """The way from the root to each of T nodes; of B trees of W nodes each."""
+
+    nodes: Tensor  # [T, W] int32, contiguous: its ancestors from the root on, then itself
+    depth: Tensor  # [T] int32: how many ancestors it has
+
+    @classmethod
+    def of(cls, tree: Tensor, count: int) -> TreePaths:
+        """tree [T, words] int64, bit j: node j is an ancestor, or the node itself; `count`: W."""
+        own = unpack_bits(tree, count)
+        nodes = (~own).byte().argsort(dim=1, stable=True)  # parents come before their children
+        return cls(nodes.int(), own.sum(1, dtype=torch.int32) - 1)
+
+
+def num_segments(positions: int) -> int:
+    """How many segments the first `positions` positions have; see `segment_of`."""
+    last = max(positions, 1) - 1
+    if last < 4096:
+        return last // 256 + 1
+    return (last - 4096) // 1024 + 17 if last < 16384 else (last - 16384) // 4096 + 29
+
+
+def choose_ctas(gpu: GpuInfo, tiles: int, positions: int) -> int:
+    """CTAs among which a context of at most `positions` is divided; 1: one CTA folds all of it.
+
+    The number changes where sums are computed, not how.
+    """
+    if tiles >= gpu.num_sms:
+        return 1
+    return min(num_segments(positions), -(-CTAS_PER_SM * gpu.num_sms // tiles))
+
+
+def fixed_order_attention(
+    q: Tensor,
+    kv: PagedKV,
+    q_len: int,
+    mask: MaskSpec,
+    scale: float,
+    kv_len_ub: int,
+    paths: TreePaths | None = None,
+) -> Tensor:
+    """Attention of `q_len` tokens for each of B requests; their K/V is in the pool already.
+
+    What is read before the kernel waits for its predecessor, and when: as in `paged_attention`.
+
+    Args:
+        q: [B * q_len, Hq, D]; tokens at any stride.
+        kv: the cache.
+        q_len: tokens per request.
+        mask: causal, or a tree.
+        scale: of the scores.
+        kv_len_ub: the longest context, query tokens included, that a request may have.
+        paths: of a tree.
+
+    Returns:
+        [B * q_len, Hq, D] in q's dtype.
+    """
+    assert (mask.mask == TREE) == (paths is not None)
+    total, heads, dim = q.shape
+    group, gpu = heads // kv.num_kv_heads, gpu_of(q.device)
+    tile = fixed_order_tile(gpu, dim, q.dtype)
+    batch, row_tiles = kv.start.shape[0], triton.cdiv(group * q_len, tile.block_m)
+    ctas = choose_ctas(gpu, batch * kv.num_kv_heads * row_tiles, kv_len_ub)
+    out = torch.empty((total, heads, dim), dtype=q.dtype, device=q.device)
+    partial, stats = out, out
+    segments = num_segments(kv_len_ub)
+    if ctas > 1:
+        shape = (total, heads, segments)
+        partial = torch.empty((*shape, dim), dtype=torch.float32, device=q.device)
+        stats = torch.empty((*shape, 2), dtype=torch.float32, device=q.device)
+    _step_kernel[(kv.num_kv_heads * row_tiles, ctas, batch)](
+        q, as_bits(kv.k), as_bits(kv.v), partial, stats, kv.page_table, kv.start,
+        q if paths is None else paths.nodes, q if paths is None else paths.depth,
+        mask.sinks, mask.qk_scale(scale),
+        q.stride(0), q.stride(1), kv.page_table.stride(0), segments,
+        GROUP=group, KV_HEADS=kv.num_kv_heads, Q_LEN=q_len, PREFETCH_LEN=PREFETCH_LEN,
+        WHOLE=ctas == 1, TREE=paths is not None, **_constants(q, kv, mask, tile),
+        num_warps=tile.num_warps, num_stages=tile.num_stages, **pdl_options(q),
+    )  # fmt: skip
+    if ctas > 1:
+        block_rows = max(1, FOLD_SIZE // triton.next_power_of_2(dim))
+        _fold_kernel[(triton.cdiv(total * heads, block_rows),)](
+            partial, stats, out, kv.start, mask.sinks, total * heads, segments,
+            NUM_HEADS=heads, Q_LEN=q_len, WINDOW=mask.window_constant, DIM=dim,
+            BLOCK_ROWS=block_rows, BLOCK_D=triton.next_power_of_2(dim), **pdl_options(q),
+        )  # fmt: skip
+    return out
+
+
+def fixed_order_prefill(
+    q: Tensor, kv: PagedKV, tile_map: TileMap, mask: MaskSpec, scale: float
+) -> Tensor:
+    """Attention of ragged chunks; their K/V is in the pool already.
+
+    Args:
+        q: [T, Hq, D]; tokens at any stride.
+        kv: the cache.
+        tile_map: with `fixed_order_tile(...).block_m // group` tokens per tile.
+        mask: causal.
+        scale: of the scores.
+
+    Returns:
+        [T, Hq, D] in q's dtype.
+    """
+    total, heads, dim = q.shape
+    tile = fixed_order_tile(gpu_of(q.device), dim, q.dtype)
+    out = torch.empty((total, heads, dim), dtype=q.dtype, device=q.device)
+    _chunk_kernel[(kv.num_kv_heads, tile_map.entries.shape[0])](
+        q, as_bits(kv.k), as_bits(kv.v), out, kv.page_table, kv.start, tile_map.entries,
+        mask.sinks, mask.qk_scale(scale), q.stride(0), q.stride(1), kv.page_table.stride(0),
+        TILE_TOKENS=tile_map.tokens_per_tile, GROUP=heads // kv.num_kv_heads,
+        KV_HEADS=kv.num_kv_heads, **_constants(q, kv, mask, tile),
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
+    return out
+
+
+def _constants(q: Tensor, kv: PagedKV, mask: MaskSpec, tile: TileConfig) -> dict[str, Any]:
+    """Constexprs that both kernels over positions take."""
+    dim = q.shape[2]
+    return {
+        "DIM": dim,
+        "PAGE_SIZE": kv.page_size,
+        "WINDOW": mask.window_constant,
+        "FP8": fp8_mode(kv.k),
+        "INT64_OFFSETS": needs_int64_offsets(kv.k),
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_D": triton.next_power_of_2(dim),
+        "SOFTCAP": mask.softcap_constant,
+        "STAGES": tile.num_stages,
+    }
+
+
+@jit
+def segment_begin(segment):
+    """The first position of a segment: 16 of 256 positions, 12 of 1,024, then 4,096 each."""
+    middle = 4096 + (segment - 16) * 1024
+    last = 16384 + (segment - 28) * 4096
+    return tl.where(segment < 16, segment * 256, tl.where(segment < 28, middle, last))
+
+
+@jit
+def segment_of(position):
+    """The segment that a position lies in."""
+    middle = 16 + (position - 4096) // 1024
+    last = 28 + (position - 16384) // 4096
+    return tl.where(position < 4096, position // 256, tl.where(position < 16384, middle, last))
+
+
+@jit
+def fold(total_max, total_sum, total, row_max, row_sum, acc):
+    """Adds a segment's results to those of the segments before it: [M], [M], [M, D] each.
+
+    The multiplications are fused as written, whichever kernel folds.
+    """
+    new = tl.maximum(total_max, row_max)
+    old, own = tl.exp2(total_max - new), tl.exp2(row_max - new)
+    total_sum = tl.fma(total_sum, old, row_sum * own)
+    total = tl.fma(total, tl.broadcast_to(old[:, None], total.shape), acc * own[:, None])
+    return new, total_sum, total
+
+
+@jit
+def finish(row_sum, acc):
+    """The output of rows [M, D], from their sums of weights and weighted values."""
+    return acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
+
+
+@jit
+def _oldest(start, WINDOW: tl.constexpr):
+    """The oldest position that a request's first query token attends to."""
+    oldest = start * 0
+    if WINDOW >= 0:
+        oldest = tl.maximum(start - WINDOW + 1, 0)
+    return oldest
+
+
+@jit
+def _attend_block(
+    q, k, v, first, seen, masked, start, token, qk_scale, row_max, row_sum, acc,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The softmax after the block of positions from `first` on.
+
+    Where `masked`, row i sees those up to `start` + `token` [M] that `seen` [M, N] allows.
+    """
+    s = tl.dot(q, tl.trans(k), input_precision="ieee")
+    softmax_scale = qk_scale
+    if SOFTCAP > 0.0:
+        s = tanh_of(s, qk_scale)
+        softmax_scale = SOFTCAP * 1.4426950408889634  # log2(e)
+    if WINDOW >= 0 or masked:
+        position = first + tl.arange(0, BLOCK_N)
+        visible = seen & attends(token, position, start, token, 0, 0, WINDOW)
+        s = tl.where(visible, s, float("-inf"))
+    return online_softmax_step(s, v, softmax_scale, row_max, row_sum, acc)
+
+
+@jit
+def _attend_segment(
+    q, segment, token, start, full, low, high, table, k_ptr, v_ptr, qk_scale,
+    row_max, row_sum, acc,
+    ROW: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr,
+    FP8: tl.constexpr, INT64_OFFSETS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    SOFTCAP: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The softmax (row_max [M], row_sum [M], acc [M, D]) after a segment's part of [low, high).
+
+    All rows see the positions before `full`, unless there is a window.
+    """
+    d = tl.arange(0, BLOCK_D)
+    begin = tl.maximum(segment_begin(segment), low // BLOCK_N * BLOCK_N)
+    end = tl.minimum(segment_begin(segment + 1), high)
+    page = load_page_ids(table, begin, low, high, PAGE_SIZE, BLOCK_N)
+    for first in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
+        offset = kv_slots_of(page, first, low, high, PAGE_SIZE, BLOCK_N, INT64_OFFSETS) * ROW
+        k = load_kv(k_ptr, offset, d, DIM, BLOCK_D, FP8).to(q.dtype)
+        v = load_kv(v_ptr, offset, d, DIM, BLOCK_D, FP8).to(q.dtype)
+        page = load_page_ids(table, first + BLOCK_N, low, high, PAGE_SIZE, BLOCK_N)
+        seen = (first + tl.arange(0, BLOCK_N) < high)[None, :]
+        row_max, row_sum, acc = _attend_block(
+            q, k, v, first, seen, first + BLOCK_N > full, start, token, qk_scale,
+            row_max, row_sum, acc, WINDOW, SOFTCAP, BLOCK_N,
+        )  # fmt: skip
+    return row_max, row_sum, acc
+
+
+@jit
+def _attend_path(
+    q, segment, row, token, node, depth, path, start, low, table, k_ptr, v_ptr, qk_scale,
+    row_max, row_sum, acc,
+    ROW: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr,
+    FP8: tl.constexpr, INT64_OFFSETS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """The softmax after a segment's positions from the block of `start` on, along one node's path.
+
+    For the rows of that node alone, `row` [M]; it has `depth` ancestors, which lead `path`.
+    """
+    d = tl.arange(0, BLOCK_D)
+    begin = tl.maximum(segment_begin(segment), tl.maximum(low, start) // BLOCK_N * BLOCK_N)
+    end = tl.minimum(segment_begin(segment + 1), start + depth + 1)
+    for first in tl.range(begin, end, BLOCK_N, num_stages=1):
+        step = first + tl.arange(0, BLOCK_N) - start
+        ancestor = tl.load(path + tl.minimum(tl.maximum(step, 0), depth))
+        stored = start + tl.where(step < 0, step, ancestor)
+        page = tl.load(table + stored // PAGE_SIZE)
+        if INT64_OFFSETS:
+            page = page.to(tl.int64)
+        offset = (page * PAGE_SIZE + stored % PAGE_SIZE) * ROW
+        k = load_kv(k_ptr, offset, d, DIM, BLOCK_D, FP8).to(q.dtype)
+        v = load_kv(v_ptr, offset, d, DIM, BLOCK_D, FP8).to(q.dtype)
+        row_max, row_sum, acc = _attend_block(
+            q, k, v, first, (row == node)[:, None], True, start, token, qk_scale,
+            row_max, row_sum, acc, WINDOW, SOFTCAP, BLOCK_N,
+        )  # fmt: skip
+    return row_max, row_sum, acc
+
+
+@jit
+def _step_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, stats_ptr, page_table, start_ptr, paths_ptr, depth_ptr,
+    sinks_ptr, qk_scale, q_token_stride, q_head_stride, page_table_stride, num_segments,
+    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, Q_LEN: tl.constexpr, PREFETCH_LEN: tl.constexpr,
+    WHOLE: tl.constexpr, TREE: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr, FP8: tl.constexpr, INT64_OFFSETS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SOFTCAP: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr = False,
+):  # fmt: skip
+    """One CTA per tile of a request's rows, K/V head, and every so many segments.
+
+    WHOLE: it folds all of them and stores the output [T, Hq, D]; else it stores each one's
+    results, [T, Hq, segments, D] and [T, Hq, segments, 2].
+    """
+    kv_head = tl.program_id(0) % KV_HEADS
+    row_tile = tl.program_id(0) // KV_HEADS
+    request = tl.program_id(2)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    start = tl.load(start_ptr + request)
+    table = page_table + request.to(tl.int64) * page_table_stride
+    first_row = (row_tile * BLOCK_M) // GROUP  # token or node
+    end_row = tl.minimum((row_tile * BLOCK_M + BLOCK_M - 1) // GROUP + 1, Q_LEN)
+    full = start + first_row + 1  # every row sees the positions before it, but for a window
+    high = start + Q_LEN
+    if TREE:
+        full = start + 1
+        high = start // BLOCK_N * BLOCK_N  # of the blocks that all nodes share
+    low = start * 0  # the oldest position that a row of the tile attends to
+    if WINDOW >= 0:
+        low = tl.minimum(tl.maximum(full - WINDOW, 0), start)
+
+    ROW: tl.constexpr = KV_HEADS * DIM
+    k_ptr += kv_head * DIM
+    v_ptr += kv_head * DIM
+    first_segment = segment_of(_oldest(start, WINDOW)) + tl.program_id(1)
+    end_segment = segment_of(start + Q_LEN - 1) + 1
+    if PDL:
+        if first_segment < end_segment:
+            first = tl.maximum(segment_begin(first_segment), low)
+            prefetch_kv(
+                k_ptr, v_ptr, table, first, start + Q_LEN,
+                PAGE_SIZE, INT64_OFFSETS, ROW, DIM, BLOCK_D, PREFETCH_LEN,
+            )  # fmt: skip
+        tl.extra.cuda.gdc_wait()
+
+    m, d = row_tile * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    row = m // GROUP
+    at = request.to(tl.int64) * Q_LEN + row
+    head = kv_head * GROUP + m % GROUP
+    inside = m < GROUP * Q_LEN
+    q_mask = inside[:, None] & (d < DIM)[None, :]
+    q_ptr += (at * q_token_stride + head * q_head_stride)[:, None] + d[None, :]
+    q_type: tl.constexpr = q_ptr.dtype.element_ty
+    # float8 converts to float16 in one instruction, to bfloat16 in several.
+    dtype: tl.constexpr = tl.float16 if FP8 > 0 and q_type.primitive_bitwidth == 16 else q_type
+    q = cast_q(tl.load(q_ptr, mask=q_mask, other=0), dtype)
+    out_row = at * (KV_HEADS * GROUP) + head
+    token = row
+    if TREE:
+        token = tl.load(depth_ptr + at, mask=inside, other=0)
+
+    total_max, total_sum = begin_softmax(sinks_ptr if WHOLE else None, head, BLOCK_M)
+    total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for segment in range(first_segment, end_segment, tl.num_programs(1)):
+        row_max, row_sum = begin_softmax(None, head, BLOCK_M)
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        row_max, row_sum, acc = _attend_segment(
+            q, segment, token, start, full, low, high, table, k_ptr, v_ptr, qk_scale,
+            row_max, row_sum, acc, ROW, DIM, PAGE_SIZE, WINDOW, FP8, INT64_OFFSETS, BLOCK_N,
+            BLOCK_D, SOFTCAP, STAGES,
+        )  # fmt: skip
+        if TREE:
+            for node in range(first_row, end_row):
+                of_node = request.to(tl.int64) * Q_LEN + node
+                depth = tl.load(depth_ptr + of_node)
+                row_max, row_sum, acc = _attend_path(
+                    q, segment, row, token, node, depth, paths_ptr + of_node * Q_LEN, start, low,
+                    table, k_ptr, v_ptr, qk_scale, row_max, row_sum, acc,
+                    ROW, DIM, PAGE_SIZE, WINDOW, FP8, INT64_OFFSETS, BLOCK_N, BLOCK_D, SOFTCAP,
+                )  # fmt: skip
+        if WHOLE:
+            total_max, total_sum, total = fold(total_max, total_sum, total, row_max, row_sum, acc)
+        else:
+            target = out_row * num_segments + segment
+            tl.store(out_ptr + (target * DIM)[:, None] + d[None, :], acc, mask=q_mask)
+            tl.store(stats_ptr + target * 2, row_max, mask=inside)
+            tl.store(stats_ptr + target * 2 + 1, row_sum, mask=inside)
+    if WHOLE:
+        out = finish(total_sum, total).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + (out_row * DIM)[:, None] + d[None, :], out, mask=q_mask)
+
+
+@jit
+def _fold_kernel(
+    partial_ptr, stats_ptr, out_ptr, start_ptr, sinks_ptr, rows, num_segments,
+    NUM_HEADS: tl.constexpr, Q_LEN: tl.constexpr, WINDOW: tl.constexpr, DIM: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr = False,
+):  # fmt: skip
+    """One CTA per BLOCK_ROWS of T * Hq: folds the segments that `_step_kernel` has stored."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    d = tl.arange(0, BLOCK_D)
+    inside = row < rows
+    mask = inside[:, None] & (d < DIM)[None, :]
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    token = row // NUM_HEADS
+    start = tl.load(start_ptr + token // Q_LEN, mask=inside, other=0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    first = segment_of(_oldest(start, WINDOW))
+    end = segment_of(start + Q_LEN - 1) + 1
+    total_max, total_sum = begin_softmax(sinks_ptr, row % NUM_HEADS, BLOCK_ROWS)
+    total = tl.zeros([BLOCK_ROWS, BLOCK_D], tl.float32)
+    for segment in range(tl.min(tl.where(inside, first, 1 << 30), 0), tl.max(end, 0)):
+        stored = inside & (segment >= first) & (segment < end)
+        at = row * num_segments + segment
+        row_max = tl.load(stats_ptr + at * 2, mask=stored, other=-1e38)
+        row_sum = tl.load(stats_ptr + at * 2 + 1, mask=stored, other=0.0)
+        acc = tl.load(
+            partial_ptr + (at * DIM)[:, None] + d[None, :],
+            mask=mask & stored[:, None],
+            other=0.0,
+        )
+        total_max, total_sum, total = fold(total_max, total_sum, total, row_max, row_sum, acc)
+    out = finish(total_sum, total).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + (row * DIM)[:, None] + d[None, :], out, mask=mask)
+
+
+@jit
+def _chunk_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, page_table, start_ptr, tile_map, sinks_ptr, qk_scale,
+    q_token_stride, q_head_stride, page_table_stride,
+    TILE_TOKENS: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, FP8: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, SOFTCAP: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One CTA per K/V head and entry of the tile map."""
+    kv_head = tl.program_id(0)
+    entry = tile_map + tl.program_id(1) * 4
+    request = tl.load(entry)
+    begin, count, first_token = tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
+    start = tl.load(start_ptr + request)
+    table = page_table + request.to(tl.int64) * page_table_stride
+
+    m, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    row = first_token + m // GROUP
+    inside = (m < TILE_TOKENS * GROUP) & (row < count)
+    q_mask = inside[:, None] & (d < DIM)[None, :]
+    token = (begin + row).to(tl.int64)
+    head = kv_head * GROUP + m % GROUP
+    q_ptr += (token * q_token_stride + head * q_head_stride)[:, None] + d[None, :]
+    q_type: tl.constexpr = q_ptr.dtype.element_ty
+    dtype: tl.constexpr = tl.float16 if FP8 > 0 and q_type.primitive_bitwidth == 16 else q_type
+    q = cast_q(tl.load(q_ptr, mask=q_mask, other=0), dtype)
+
+    high = start + tl.minimum(first_token + TILE_TOKENS, count)
+    full, low = start + first_token + 1, start * 0
+    if WINDOW >= 0:
+        low = tl.maximum(full - WINDOW, 0)
+    k_ptr += kv_head * DIM
+    v_ptr += kv_head * DIM
+    total_max, total_sum = begin_softmax(sinks_ptr, head, BLOCK_M)
+    total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for segment in range(segment_of(low), segment_of(high - 1) + 1):
+        row_max, row_sum = begin_softmax(None, head, BLOCK_M)
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        row_max, row_sum, acc = _attend_segment(
+            q, segment, row, start, full, low, high, table, k_ptr, v_ptr, qk_scale,
+            row_max, row_sum, acc, KV_HEADS * DIM, DIM, PAGE_SIZE, WINDOW, FP8, INT64_OFFSETS,
+            BLOCK_N, BLOCK_D, SOFTCAP, STAGES,
+        )  # fmt: skip
+        total_max, total_sum, total = fold(total_max, total_sum, total, row_max, row_sum, acc)
+    out = finish(total_sum, total).to(out_ptr.dtype.element_ty)
+    target = ((token * (KV_HEADS * GROUP) + head) * DIM)[:, None] + d[None, :]
+    tl.store(out_ptr + target, out, mask=q_mask)

@@ -1,0 +1,104 @@
+"""Attention in a fixed order and sums of exponentials, as `test_compile.py` compiles them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from forerun.kernels.attention.fixed_order import _chunk_kernel, _fold_kernel, _step_kernel
+from forerun.kernels.attention.tiles import fixed_order_tile
+from forerun.kernels.runtime.gpu import GpuInfo
+from forerun.kernels.sampling.log_sum_exp import PART, _sum_part, _sum_parts
+from tests.kernels.cases_attention import NAMES, _common, _on_each, _tiles
+from tests.kernels.compiled import Case
+
+STRIDES = ("q_token_stride", "q_head_stride", "page_table_stride")
+FEW = ("sm_90", "sm_80", "gfx942")
+
+
+def attention(
+    name: str,
+    dim: int = 128,
+    dtype: torch.dtype = torch.bfloat16,
+    q_len: int = 0,
+    page: int = 64,
+    group: int = 4,
+    whole: bool = True,
+    targets: tuple[str, ...] = FEW,
+    **more: Any,
+) -> list[Case]:
+    """`q_len` 0: of prompt chunks."""
+    q = f"*{NAMES[dtype]}"
+    signature = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), q)
+    signature |= dict.fromkeys(("page_table", "start_ptr"), "*i32")
+    signature |= {"qk_scale": "fp32", **dict.fromkeys(STRIDES, "i32")}
+    own: dict[str, Any] = {"sinks_ptr": None}
+    if q_len:
+        signature |= {"stats_ptr": "*fp32", "num_segments": "i32"}
+        signature |= {"paths_ptr": "*i32", "depth_ptr": "*i32"}
+        signature |= {} if whole else {"out_ptr": "*fp32"}
+        own |= {"Q_LEN": q_len, "WHOLE": whole, "TREE": False, "PREFETCH_LEN": 128}
+    else:
+        signature |= {"tile_map": "*i32"}
+
+    def make(name: str, targets: tuple[str, ...], gpu: GpuInfo) -> Case:
+        tile, common = fixed_order_tile(gpu, dim, dtype), _common(dim, page, group, dtype)
+        blocks, options = _tiles(tile)
+        blocks["STAGES"] = tile.num_stages
+        if not q_len:
+            blocks["TILE_TOKENS"] = tile.block_m // group
+        return Case(
+            name,
+            _step_kernel if q_len else _chunk_kernel,
+            signature,
+            {k: v for k, v in (common | own | blocks | more).items() if k != "MASK"},
+            {k: v for k, v in options.items() if k != "maxnreg"},
+            targets=targets,
+            multiples=("q_token_stride", "q_head_stride"),
+            matrix=dtype != torch.float32,
+            spill_bytes=64 if q_len and whole else 0,  # two accumulators of a tile
+        )
+
+    return _on_each(name, targets, make)
+
+
+def fold(name: str, **more: Any) -> Case:
+    signature = {"partial_ptr": "*fp32", "stats_ptr": "*fp32", "out_ptr": "*bf16"}
+    signature |= {"start_ptr": "*i32", "rows": "i32", "num_segments": "i32"}
+    constants = {"sinks_ptr": None, "NUM_HEADS": 32, "Q_LEN": 8, "WINDOW": -1}
+    blocks = {"DIM": 128, "BLOCK_ROWS": 16, "BLOCK_D": 128}
+    return Case(name, _fold_kernel, signature, constants | blocks | more)
+
+
+def sums(name: str, kernel: Any, pointers: dict[str, str], **constants: int) -> Case:
+    numbers = dict.fromkeys(("vocab", "row_stride", "num_parts"), "i32")
+    wanted = kernel.fn.__code__.co_varnames
+    numbers = {name: kind for name, kind in numbers.items() if name in wanted}
+    return Case(
+        name,
+        kernel,
+        pointers | numbers,
+        constants,
+        {"num_warps": 4 if "PART" in constants else 1},
+        multiples=("row_stride",),
+        wide=False,
+    )
+
+
+CASES = [
+    *attention("step", q_len=1),
+    *attention("verify 8, left to a second kernel", q_len=8, whole=False),
+    *attention("window", q_len=8, WINDOW=512, targets=("sm_90",)),
+    *attention("tree", q_len=64, TREE=True, targets=("sm_90",)),
+    *attention("tree, window", q_len=64, TREE=True, WINDOW=512, whole=False, targets=("sm_90",)),
+    *attention("step, pages of 16", q_len=1, page=16, targets=("sm_90",)),
+    *attention("step, heads of 64", q_len=1, dim=64, targets=("sm_90",)),
+    *attention("step, heads of 256", q_len=1, dim=256, targets=("sm_90",)),
+    *attention("chunks"),
+    *attention("chunks, heads of 256", dim=256, targets=("sm_90",)),
+    fold("fold"),
+    fold("fold, window", WINDOW=512),
+    sums("sums of parts", _sum_part, {"logits": "*bf16", "parts": "*fp32"}, PART=PART),
+    sums("sum over parts", _sum_parts, {"parts": "*fp32", "out": "*fp32"}, BLOCK=64),
+]

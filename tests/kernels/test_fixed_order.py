@@ -1,0 +1,187 @@
+"""Attention in a fixed order: right, and a token has the same bits however it is computed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from forerun.kernels.attention import fixed_order
+from forerun.kernels.attention.decode import CAUSAL, TREE, MaskSpec
+from forerun.kernels.attention.fixed_order import (
+    TreePaths,
+    choose_ctas,
+    fixed_order_attention,
+    fixed_order_prefill,
+    num_segments,
+)
+from forerun.kernels.attention.tile_map import build_tile_map
+from forerun.kernels.attention.tiles import fixed_order_tile
+from forerun.kernels.runtime.gpu import GpuInfo, gpu_of
+from tests.kernels.attention_support import Paged, make_paged, relative_error
+
+pytest.importorskip("triton")
+
+BOUND = {torch.float32: 2e-6, torch.bfloat16: 8e-3}
+CHAINS = [MaskSpec(CAUSAL), MaskSpec(CAUSAL, 5), MaskSpec(CAUSAL, 300)]
+MASKS = [*CHAINS, MaskSpec(TREE), MaskSpec(TREE, 3), MaskSpec(TREE, 300)]
+STARTS = [0, 13, 255, 256, 510, 700]
+KV_LEN_UB = 1024
+
+
+def step(case: Paged, mask: MaskSpec) -> Tensor:
+    q_len, own = case.spans[0][1], case.mask(mask)
+    paths = None if own.tree is None else TreePaths.of(own.tree, q_len)
+    return fixed_order_attention(case.q, case.kv, q_len, own, case.scale, KV_LEN_UB, paths)
+
+
+def chunks(case: Paged, mask: MaskSpec) -> Tensor:
+    device, dim = case.q.device, case.q.shape[2]
+    tile = fixed_order_tile(gpu_of(device), dim, case.q.dtype)
+    group = case.q.shape[1] // case.k_pool.shape[2]
+    tile_map = build_tile_map(case.spans, tile.block_m // group, lambda t: t.to(device))
+    return fixed_order_prefill(case.q, case.kv, tile_map, mask, case.scale)
+
+
+def divided(monkeypatch: pytest.MonkeyPatch, ctas: int) -> None:
+    """Divides every context among as many CTAs; 1: one folds it in registers."""
+    monkeypatch.setattr(fixed_order, "choose_ctas", lambda *_: ctas)
+
+
+def dtypes(device: torch.device) -> list[torch.dtype]:
+    return [torch.float32, torch.bfloat16] if device.type == "cuda" else [torch.float32]
+
+
+def with_sinks(case: Paged, mask: MaskSpec) -> MaskSpec:
+    return replace(mask, sinks=torch.linspace(-1, 1, case.q.shape[1], device=case.q.device))
+
+
+@pytest.mark.covering(0, 1)
+@pytest.mark.parametrize("ctas", [1, 3])
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_a_step_against_the_definition(
+    mask: MaskSpec, ctas: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    divided(monkeypatch, ctas)
+    for dtype in dtypes(device):
+        case = make_paged([(n, 3) for n in STARTS], 4, 2, 64, 16, dtype, device=device)
+        for each in (mask, with_sinks(case, mask)):
+            error = relative_error(step(case, each), case.reference(case.mask(each)))
+            assert error < BOUND[dtype]
+
+
+@pytest.mark.parametrize("mask", CHAINS, ids=str)
+def test_chunks_against_the_definition(mask: MaskSpec, device: torch.device) -> None:
+    for dtype in dtypes(device):
+        case = make_paged([(0, 70), (250, 21), (600, 1)], 6, 2, 64, 16, dtype, device=device)
+        for each in (mask, with_sinks(case, mask)):
+            assert relative_error(chunks(case, each), case.reference(each)) < BOUND[dtype]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("mask", CHAINS, ids=str)
+def test_a_token_has_the_same_bits_in_any_pass(
+    mask: MaskSpec, dim: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks of any length, verify passes, single tokens; folded by one CTA or after several."""
+    for dtype in dtypes(device):
+        whole = make_paged([(n, 5) for n in STARTS], 4, 2, dim, 16, dtype, device=device)
+        mask = with_sinks(whole, mask)
+        expected = chunks(whole, mask)
+        for ctas in (1, 2, 7):
+            divided(monkeypatch, ctas)
+            assert torch.equal(step(whole, mask), expected), ctas
+            for token in range(5):
+                alone = replace(
+                    whole,
+                    q=whole.q[token::5],
+                    start=whole.start + token,
+                    spans=[(start + token, 1) for start, _ in whole.spans],
+                )
+                assert torch.equal(step(alone, mask), expected[token::5]), (ctas, token)
+        longest = replace(
+            whole,
+            q=whole.q[-5:],
+            table=whole.table[-1:],
+            start=whole.start[-1:],
+            spans=whole.spans[-1:],
+        )
+        assert torch.equal(chunks(longest, mask), expected[-5:])
+
+
+def chain_of(case: Paged, node: int) -> Paged:
+    """The first request's tree as the chain that leads to a node."""
+    assert case.tree is not None
+    start, count = case.spans[0]
+    bits = int(case.tree[node, 0])
+    path = [j for j in range(count) if bits >> j & 1]
+    page = case.k_pool.shape[1]
+    pools = [pool.clone() for pool in (case.k_pool, case.v_pool)]
+
+    def slot(position: int) -> int:
+        return int(case.table[0, position // page]) * page + position % page
+
+    for pool, old in zip(pools, (case.k_pool, case.v_pool), strict=True):
+        for i, j in enumerate(path):
+            pool.flatten(0, 1)[slot(start + i)] = old.flatten(0, 1)[slot(start + j)]
+    spans = [(start + len(path) - 1, 1)]
+    begin = torch.tensor([spans[0][0]], dtype=torch.int32, device=case.q.device)
+    q, table = case.q[node : node + 1], case.table[:1]
+    return Paged(q, *pools, table, begin, spans, case.scale)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 3, 300])
+def test_a_node_has_the_bits_of_the_chain_to_it(
+    window: int | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for dtype in dtypes(device):
+        for start in (0, 62, 250, 500):
+            case = make_paged([(start, 40)], 4, 2, 64, 16, dtype, device=device, seed=start)
+            for ctas in (1, 3):
+                divided(monkeypatch, ctas)
+                out = step(case, MaskSpec(TREE, window))
+                for node in range(0, 40, 3):
+                    alone = step(chain_of(case, node), MaskSpec(CAUSAL, window))
+                    assert torch.equal(alone[0], out[node]), (start, ctas, node)
+
+
+@pytest.mark.gpu
+def test_page_sizes_have_the_same_bits(device: torch.device) -> None:
+    for dtype in dtypes(device):
+        outs = []
+        for page in (1, 16, 64, 256):
+            case = make_paged([(n, 2) for n in STARTS], 4, 2, 64, page, dtype, device=device)
+            case.q[:] = make_paged([(n, 2) for n in STARTS], 4, 2, 64, 16, dtype).q.to(device)
+            position = torch.arange(STARTS[-1] + 2, device=device)
+            for b, (start, count) in enumerate(case.spans):  # the same K/V at every position
+                at = position[: start + count]
+                index = case.table[b, at // page].long() * page + at % page
+                for pool, shift in ((case.k_pool, 0.1), (case.v_pool, 0.7)):
+                    values = torch.sin(
+                        (at * 37 + b)[:, None, None] * shift
+                        + torch.arange(128, device=device).view(2, 64)
+                    )
+                    pool.flatten(0, 1)[index] = values.to(dtype)
+            outs.append(step(case, MaskSpec(CAUSAL)))
+        assert all(torch.equal(out, outs[0]) for out in outs)
+
+
+def test_segments() -> None:
+    """The host counts as the device does: `segment_begin` of the next one is the end of each."""
+    begins = [256 * s for s in range(16)] + [4096 + 1024 * s for s in range(12)]
+    begins += [16384 + 4096 * s for s in range(20)]
+    for index, begin in enumerate(begins):
+        assert num_segments(begin + 1) == index + 1
+        assert num_segments(begin) == max(index, 1)
+
+
+def test_contexts_are_divided_while_tiles_are_few() -> None:
+    gpu = GpuInfo(num_sms=132, amd=False)
+    assert choose_ctas(gpu, 8, 1024) == 4
+    assert choose_ctas(gpu, 8, 40960) == 34
+    assert choose_ctas(gpu, 131, 40960) == 5
+    assert choose_ctas(gpu, 132, 40960) == 1

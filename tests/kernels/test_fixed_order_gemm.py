@@ -1,0 +1,71 @@
+"""GEMMs in a fixed order: a token has the same bits among any number of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from forerun.core.errors import ConfigError
+from forerun.kernels.gemm.config import Sm90GemmConfig, TritonGemmConfig
+from forerun.kernels.gemm.dispatch import choose_fixed_order_gemm
+from forerun.kernels.gemm.gemm_triton import max_splits
+from forerun.kernels.runtime.gpu import GpuInfo
+from forerun.layers.gemm import FixedOrderGemm, gemm_for
+from forerun.layers.norm import RMSNorm
+
+pytest.importorskip("triton")
+
+COUNTS = (1, 2, 7, 16, 17, 33, 64, 65, 100, 128, 129, 200, 256, 257, 500, 1000, 2048, 4097, 8192)
+SHAPES = [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (1024, 256), (256, 512)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("n", "k"), [*SHAPES, (100, 72)])
+def test_a_token_has_the_same_bits_among_any_number(n: int, k: int) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * k**-0.5
+    x = torch.randn(max(COUNTS), k, device="cuda", dtype=torch.bfloat16)
+    residual = torch.randn(max(COUNTS), n, device="cuda", dtype=torch.bfloat16)
+    norm = RMSNorm.of(torch.rand(n, device="cuda", dtype=torch.bfloat16), 1e-6)
+    gemm = FixedOrderGemm(weight, None)
+
+    def add(rows: slice) -> Tensor:
+        normed, total = gemm.add_rms_norm(x[rows], residual[rows], norm, None)
+        assert isinstance(normed, Tensor)
+        return torch.cat([normed, total], 1)
+
+    forms: dict[str, Callable[[slice], Tensor]] = {
+        "plain": lambda rows: gemm(x[rows]),
+        "add": add,
+        "silu": lambda rows: gemm.silu_and_mul(x[rows]),
+        "argmax": lambda rows: gemm.argmax(x[rows]),
+    }
+    for name, form in forms.items():
+        alone = torch.cat([form(slice(i, i + 1)) for i in range(4)])
+        for count in COUNTS:
+            assert torch.equal(form(slice(0, count))[:4], alone[:count]), (name, count)
+    exact = x[:200].double() @ weight.double().T
+    error = (gemm(x[:200]).double() - exact).norm() / exact.norm()
+    assert error < 3e-3
+
+
+@pytest.mark.gpu
+def test_weights_without_a_fixed_order_are_refused() -> None:
+    with pytest.raises(ConfigError, match="float32"):
+        gemm_for(torch.zeros(64, 64, device="cuda"), None, fixed_order=True)
+
+
+@pytest.mark.parametrize("gpu", [GpuInfo(132, False), GpuInfo(108, False, capability=80)], ids=str)
+def test_k_is_never_split(gpu: GpuInfo) -> None:
+    for n, k in (*SHAPES, (151936, 4096), (100, 72)):
+        for count in COUNTS:
+            config = choose_fixed_order_gemm(n, k, count, gpu)
+            if isinstance(config, Sm90GemmConfig):
+                assert config.split_k == 1
+            else:
+                assert isinstance(config, TritonGemmConfig)
+                steps = -(-k // config.block_k)
+                assert max_splits(config.num_ctas, config.num_ctas, steps) == 1
