@@ -1,4 +1,4 @@
-"""Trees of EAGLE3 and NEXTN drafts in the engine: output and accept lengths."""
+"""Trees of EAGLE3, NEXTN and STANDALONE drafts in the engine: output and accept lengths."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import pytest
 
 from forerun import LLM
 from forerun.evals.prompts import held_out
-from tests.engine.test_ddtree import SEEDED, hold_at_every_width, total
+from tests.engine.test_ddtree import SEEDED, hold_at_every_width, run, total
 from tests.engine.test_matrix import hold
 
 TREE = {"speculative_eagle_topk": 3, "speculative_num_steps": 3, "speculative_num_draft_tokens": 10}
 
 
 @pytest.mark.covering(0, 2)
-@pytest.mark.parametrize("name", ["EAGLE3", "NEXTN"])
+@pytest.mark.parametrize("name", ["EAGLE3", "NEXTN", "STANDALONE"])
 @pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
 @pytest.mark.parametrize("tight", [False, True], ids=["roomy", "tight"])
 @pytest.mark.parametrize(("page_size", "chunk"), [(1, 4), (16, 512), (256, 512)])
@@ -27,9 +27,18 @@ def test_output_equals_plain_decoding(
 
 
 @pytest.mark.covering(0, 1)
-@pytest.mark.parametrize("name", ["EAGLE3", "NEXTN"])
+@pytest.mark.parametrize("name", ["EAGLE3", "NEXTN", "STANDALONE"])
 def test_the_width_does_not_change_the_output(name: str, drafts: dict[str, Path]) -> None:
     hold_at_every_width(name, **TREE, speculative_draft_model_path=str(drafts[name]))
+
+
+def test_trees_of_a_small_model_accept_more_than_its_chains(drafts: dict[str, Path]) -> None:
+    lengths = []
+    for topk in (1, 4):
+        own = {"speculative_num_steps": 4, "speculative_eagle_topk": topk}
+        own |= {"speculative_draft_model_path": str(drafts["STANDALONE"])}
+        lengths.append(total(run("STANDALONE", **own)).accept_length or 0)
+    assert 5 - lengths[1] < 0.95 * (5 - lengths[0])  # of 5 tokens at most
 
 
 @pytest.mark.exhaustive

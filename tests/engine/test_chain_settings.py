@@ -95,11 +95,6 @@ def test_eagle_is_another_name_of_nextn(drafts: dict[str, Path]) -> None:
     assert tree.output_ids == out.output_ids
 
 
-def test_what_makes_chains_only_refuses_branches(chain_llm: Callable[..., LLM]) -> None:
-    with pytest.raises(ConfigError, match=r"topk must be 1 \(a chain\), got 4; for trees choose"):
-        chain_llm("STANDALONE", speculative_eagle_topk=4)
-
-
 MISMATCHED = [
     ("EAGLE3", {"target_hidden_size": 64}, "target hidden size is 64, the target's 160"),
     ("EAGLE3", {"vocab_size": 512}, "vocabulary is 512, the target's 320"),

@@ -229,6 +229,11 @@ def test_what_does_not_fit_is_refused(
         assisted(root, "gemma4", "plain", speculative_draft_model_path=str(tmp_path))
 
 
+def test_trees_are_refused(root: Path) -> None:
+    with pytest.raises(ConfigError, match=r"topk must be 1 \(a chain\), got 4; for trees choose"):
+        assisted(root, "gemma4", "plain", speculative_eagle_topk=4)
+
+
 def test_doctor_explains_it(root: Path, tmp_path: Path) -> None:
     for form, head in (("plain", "all tokens"), ("centroids", "the best 3 of 16 centroids")):
         source = root / f"gemma4-{form}"

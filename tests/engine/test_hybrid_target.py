@@ -31,6 +31,7 @@ TREES: dict[str, dict[str, Any]] = {
     "DDTREE": {"speculative_ddtree_budget": 12},
     "NEXTN": BEAMS,
     "EAGLE3": BEAMS,
+    "STANDALONE": BEAMS,
     "TOY-ORACLE-TREES": {},
 }
 CHAINS = [None, "NGRAM", "NEXTN", "STANDALONE", "DFLASH", "TOY-ORACLE"]

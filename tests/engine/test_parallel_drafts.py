@@ -134,6 +134,13 @@ def test_there_are_eight_drafts_by_default(name: str, folders: Folders) -> None:
         assert llm.engine.limits.max_verify_tokens == 9
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_trees_are_refused(name: str, folders: Folders) -> None:
+    own = {"speculative_draft_model_path": str(folders[name]), "speculative_eagle_topk": 4}
+    with pytest.raises(ConfigError, match=r"must be 1 \(a chain\), got 4: .* all tokens at once"):
+        golden_llm(name, **own)
+
+
 PARD = [
     ({"pard_token": models.VOCAB}, "pard_token 320 is no token of its vocabulary of 320"),
     ({"pard_token": "<mask>"}, "pard_token '<mask>' is no token"),

@@ -77,16 +77,21 @@ def by_hand(model: Model, hidden: Tensor, tree: BeamTree, count: int) -> tuple[A
     [(BeamTree(1, 3), 3), (BeamTree(4, 3), 20), (BeamTree(6, 4), 70), (BeamTree(6, 4), 3)],
     ids=str,
 )
-def test_the_tree_is_that_of_a_search_by_hand(tree: BeamTree, count: int) -> None:
+@pytest.mark.parametrize("offset", [0, 1])
+def test_the_tree_is_that_of_a_search_by_hand(tree: BeamTree, count: int, offset: int) -> None:
+    def attention(q_len: int, begin: int, tree: Tensor) -> Tensor:
+        assert begin == offset
+        return unpack_bits(tree, q_len)
+
     model, width = Model(), count + 1
     first = torch.randn(2, SIZE, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     step = SimpleNamespace(
         start=torch.tensor(START, dtype=torch.int32),
         num_verify_tokens=width,
-        attention=lambda q_len, tree: unpack_bits(tree, q_len),
+        attention=attention,
     )
     run = model.forward, model.logits
-    draft = propose_tree(step, tree, (first, first), run)  # type: ignore[arg-type]
+    draft = propose_tree(step, tree, (first, first), run, offset=offset)  # type: ignore[arg-type]
     assert draft.parents is not None
     assert len(model.masks) == min(tree.steps, count) - 1  # no path is longer than the tree
     for request in range(2):
@@ -105,7 +110,7 @@ def test_the_tree_is_that_of_a_search_by_hand(tree: BeamTree, count: int) -> Non
             seen = [[path[: len(own)] == own for own in beams] for path in beams]
             assert mask[request].tolist() == seen
             ahead = positions.view(2, -1)[request] - START[request]
-            assert ahead.tolist() == [len(path) - 1 for path in beams]
+            assert ahead.tolist() == [len(path) - 1 + offset for path in beams]
 
 
 def test_parents_come_first_where_a_token_is_certain() -> None:
@@ -142,7 +147,7 @@ def test_a_tree_needs_room_for_its_nodes_and_its_beams(
     topk: int, tokens: int | None, nodes: int
 ) -> None:
     caps = resolve_tree(settings(topk, tokens), CHAIN)
-    assert caps.num_verify_tokens == nodes and caps.kv_reserve == max(nodes, 3 * topk)
+    assert caps.num_verify_tokens == nodes and caps.kv_reserve == max(nodes, 3 * topk + 1)
     assert caps.verify_mask is Mask.CUSTOM and caps.draft_trees and caps.flexible
     assert BeamTree.of(settings(topk, tokens), caps) == BeamTree(4, topk)
 

@@ -7,8 +7,9 @@ highest products are verified (EAGLE-3 does the same). A node is never more prob
 parent, so these are a tree.
 
 A beam attends to the context and to the beams on its path. Steps run all beams so far again, side
-by side from `start` on: that takes one pass over the draft's weights, as the new beams alone would,
-and attention needs no more than the mask of a tree. Their K/V is overwritten by `observe`.
+by side from the first place that the draft model has not run on: that takes one pass over the
+draft's weights, as the new beams alone would, and attention needs no more than the mask of a tree.
+Their K/V is overwritten by `observe`.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from forerun.speculative.base import Draft, Option, ProposeInput, SpecCaps
 TOPK = Option(
     "speculative_eagle_topk", int, 1, "Branches per draft token: 1 is a chain, more are a tree"
 )
+AT_ONCE = "this draft gives all tokens at once"  # why a parallel draft makes no trees
 DEFAULT_TOKENS = 64  # verified at most, unless `speculative_num_draft_tokens` says more
 
 # (ids [T], hidden states [T, H], positions [T], attention) -> [T, H] for logits, [T, H] further on
@@ -92,7 +94,7 @@ def resolve_tree(config: EngineConfig, caps: SpecCaps, why_not: str | None = Non
     return replace(
         caps,
         num_drafts=nodes - 1,
-        kv_reserve=max(nodes, tree.beams, caps.kv_reserve),
+        kv_reserve=max(nodes, tree.beams + 1, caps.kv_reserve),
         verify_mask=Mask.CUSTOM,
         tree_depth=tree.steps,
         draft_trees=True,
@@ -154,6 +156,7 @@ def propose_tree(
     first: tuple[Tensor, Tensor],
     model: tuple[Forward, Callable[[Tensor], Tensor]],
     token_ids: Tensor | None = None,
+    offset: int = 0,
 ) -> Draft:
     """Grows the tree of a step.
 
@@ -161,6 +164,7 @@ def propose_tree(
         first: [B, H], for the logits of the first tokens; [B, H], what the draft reads with them.
         model: its forward, and its logits [T, H] -> [T, V].
         token_ids: [V] int64, the target's token id of each column; default: 0 … V - 1.
+        offset: where the draft model runs on the first beams, counted from `start`.
     """
     forward, compute_logits = model
     nodes, topk = _Nodes(first[1], tree.topk), tree.topk
@@ -169,7 +173,7 @@ def propose_tree(
     further = None
     for depth in range(1, min(tree.steps, step.num_verify_tokens - 1)):  # no path is longer
         above, parents = nodes.choose_beams(further)
-        out, after = _run_beams(step, nodes, forward, depth)
+        out, after = _run_beams(step, nodes, forward, depth, offset)
         further = after[:, -topk:]
         logits = compute_logits(out[:, -topk:].flatten(0, 1)).unflatten(0, (-1, topk))
         scores, ids = _most_probable(logits, topk, token_ids)
@@ -187,7 +191,7 @@ def _most_probable(logits: Tensor, count: int, token_ids: Tensor | None) -> tupl
 
 
 def _run_beams(
-    step: ProposeInput, nodes: _Nodes, forward: Forward, depth: int
+    step: ProposeInput, nodes: _Nodes, forward: Forward, depth: int, offset: int
 ) -> tuple[Tensor, Tensor]:
     """Runs the draft model on the beams of `depth` steps; returns [B, depth * topk, H] twice."""
     assert step.attention is not None
@@ -195,8 +199,8 @@ def _run_beams(
     ids = torch.cat([each for each, _, _ in nodes.beams], 1).flatten()
     hidden = torch.cat([each for _, each, _ in nodes.beams], 1).flatten(0, 1)
     seen = [torch.nn.functional.pad(each, (0, width - each.shape[2])) for _, _, each in nodes.beams]
-    context = step.attention(width, tree=pack_bits(torch.cat(seen, 1)))
-    ahead = torch.arange(width, device=ids.device) // nodes.topk
+    context = step.attention(width, offset, tree=pack_bits(torch.cat(seen, 1)))
+    ahead = torch.arange(width, device=ids.device) // nodes.topk + offset
     positions = (step.start.unsqueeze(1) + ahead).flatten()
     out, after = forward(ids, hidden, positions, context)
     return out.unflatten(0, (-1, width)), after.unflatten(0, (-1, width))

@@ -24,7 +24,7 @@ from forerun.layers.communication import WeightPlacement
 from forerun.models.eagle3 import load_eagle3
 from forerun.models.eagle3_config import Eagle3Config, load_eagle3_config
 from forerun.speculative.base import DraftContext, ObserveInput, SpecCaps
-from forerun.speculative.beam_tree import TOPK, BeamTree, resolve_tree
+from forerun.speculative.beam_tree import AT_ONCE, TOPK, BeamTree, resolve_tree
 from forerun.speculative.chain import (
     NUM_STEPS,
     PARALLEL_STEPS,
@@ -37,7 +37,6 @@ from forerun.speculative.sharding import rank_layout
 
 log = logging.getLogger("forerun")
 DEFAULT_STEPS = 5
-AT_ONCE = "this draft gives all tokens at once"
 
 
 class Eagle3(HiddenStateChain):

@@ -1,9 +1,12 @@
-"""STANDALONE: any small model with the target's vocabulary, as a chain.
+"""STANDALONE: any small model with the target's vocabulary, as a chain or a tree.
 
 The draft decodes with a K/V cache of its own. `propose` runs it once per draft, from `last_token`
 on, and samples with the target's noise; this also writes the K/V of accepted drafts. `observe` runs
 the one token that `propose` did not: the last draft, or `last_token` in plain steps. Prompt chunks
 are run as in the target. (Leviathan et al., arXiv 2211.17192.)
+
+A tree (`beam_tree.py`) begins after `last_token`. The K/V of its beams is that of no path, so
+`observe` runs all verified tokens.
 
 A PARD draft (arXiv 2504.18583) predicts all tokens in one pass, over `last_token` and a mask token
 for every further one. What it wrote for masks is overwritten: `observe` runs all verified tokens.
@@ -18,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forerun.attention.base import LayerMask, Mask
+from forerun.attention.base import AttentionContext, LayerMask, Mask
 from forerun.config.engine_config import EngineConfig
 from forerun.config.model_config import ModelConfig, load_model_config
 from forerun.core.errors import ConfigError, shown
@@ -39,6 +42,7 @@ from forerun.speculative.base import (
     SpecCaps,
     SpeculativeAlgorithm,
 )
+from forerun.speculative.beam_tree import AT_ONCE, TOPK, BeamTree, propose_tree, resolve_tree
 from forerun.speculative.chain import (
     NUM_STEPS,
     PARALLEL_STEPS,
@@ -53,14 +57,15 @@ DEFAULT_STEPS = 4
 
 
 class Standalone(SpeculativeAlgorithm):
-    options = (NUM_STEPS,)
+    options = (NUM_STEPS, TOPK)
     shards_draft = True
     quantizes_draft = True
 
     @classmethod
     def resolve(cls, config: EngineConfig, target: ModelConfig, dtype: torch.dtype) -> SpecCaps:
         folder, model = _read(config)
-        drafts = resolve_num_drafts(config, default_steps(mask_token(folder, model)))
+        mask = mask_token(folder, model)
+        drafts = resolve_num_drafts(config, default_steps(mask), trees=True)
         _check_vocabulary(config, folder, model, target)
         if model.longest_context < (context := config.context_length or target.max_position):
             log.warning(
@@ -68,7 +73,7 @@ class Standalone(SpeculativeAlgorithm):
                 " few drafts are accepted.",
                 folder, model.longest_context, context,
             )  # fmt: skip
-        return SpecCaps(
+        caps = SpecCaps(
             num_drafts=drafts,
             flexible=True,
             kv_reserve=drafts + 1,
@@ -79,6 +84,7 @@ class Standalone(SpeculativeAlgorithm):
             deferred_observe=True,
             reads_hidden_states=False,
         )
+        return resolve_tree(config, caps, None if mask is None else AT_ONCE)
 
     def load(self, ctx: DraftContext) -> None:
         folder, config = _read(ctx.config)
@@ -87,6 +93,7 @@ class Standalone(SpeculativeAlgorithm):
         self._draft = load_target_at(place, folder, ctx.config.load_format, ctx.max_positions)
         self._clamps_ids = config.vocab_size < ctx.target.config.vocab_size
         self._mask = mask_token(folder, config)
+        self._tree = BeamTree.of(ctx.config, ctx.caps)
         if self._mask is not None and ctx.comm.rank == 0:
             log.info("The draft %s predicts in parallel; its mask is token %d.", folder, self._mask)
 
@@ -98,6 +105,8 @@ class Standalone(SpeculativeAlgorithm):
         assert attention is not None
         if self._mask is not None:
             return self._propose_at_once(step, attention, self._mask)
+        if self._tree is not None:
+            return self._propose_tree(step, attention, self._tree)
 
         def run(i: int, token: Tensor) -> Tensor:
             """[B] int64, at `start` + i -> logits [B, V]."""
@@ -105,6 +114,18 @@ class Standalone(SpeculativeAlgorithm):
             return self._draft.compute_logits(self._draft.forward(ids, step.start + i, context)[0])
 
         return sample_chain(step, run(0, step.last_token), run)
+
+    def _propose_tree(self, step: ProposeInput, attention: DraftAttention, tree: BeamTree) -> Draft:
+        """Runs `last_token`, and then the beams: they read tokens alone, no hidden states."""
+
+        def run(
+            ids: Tensor, _: Tensor, positions: Tensor, context: AttentionContext
+        ) -> tuple[Tensor, Tensor]:
+            out = self._draft.forward(self._clamped(ids), positions, context)[0]
+            return out, out[:, :0]
+
+        first = run(step.last_token, step.last_token, step.start, attention(1))
+        return propose_tree(step, tree, first, (run, self._draft.compute_logits), offset=1)
 
     def _propose_at_once(self, step: ProposeInput, attention: DraftAttention, mask: int) -> Draft:
         """Runs `last_token` and a mask for all drafts but one; masks see those before them."""
@@ -118,7 +139,8 @@ class Standalone(SpeculativeAlgorithm):
 
     def observe(self, step: ObserveInput) -> None:
         ids = self._clamped(step.input_ids)
-        if step.phase is not Phase.VERIFY or self._mask is not None:
+        whole = self._mask is not None or self._tree is not None
+        if step.phase is not Phase.VERIFY or whole:
             self._draft.forward(ids, step.positions, step.attention)
             return
         # `propose` ran all tokens but the last.
