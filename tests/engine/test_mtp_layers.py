@@ -13,7 +13,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig
 
+from forerun import LLM
 from forerun.sampling.noise import gumbel_argmax, seed_key
+from forerun.speculative.base import Draft, ProposeInput
 from tests import chain_models as models
 from tests.engine.test_algorithms import GREEDY
 from tests.engine.test_chain_drafts import LONGEST, OF_JOINED, hold_any_width, plain_texts, recorded
@@ -107,6 +109,80 @@ def test_prompts_shorter_than_the_layers_look(
     assert seen[0][0] == length
     for start, tokens in seen:
         assert tokens == reference.chain(text[: start + 1], LAYERS + 2, draw(sampled)), start
+
+
+Tokens = tuple[int, ...]
+
+
+def beam_search(score: Callable[[Tokens], Tensor], steps: int, topk: int) -> dict[Tokens, float]:
+    """All nodes and their log-probabilities; `score`: those of the token after a path."""
+    nodes: dict[Tokens, float] = {}
+    beams: list[Tokens] = [()]
+    for _ in range(steps):
+        level: dict[Tokens, float] = {}
+        for path in beams:
+            logprobs, tokens = score(path).topk(topk)
+            for logprob, token in zip(logprobs.tolist(), tokens.tolist(), strict=True):
+                level[*path, token] = nodes.get(path, 0.0) + logprob
+        nodes |= level
+        beams = sorted(level, key=lambda path: -level[path])[:topk]
+    return nodes
+
+
+@pytest.mark.parametrize("length", [1, 2, 40])
+@pytest.mark.parametrize("steps", [2, 3, 5])  # fewer than layers, as many, more
+def test_trees_equal_layers_without_a_cache(
+    steps: int, length: int, folder: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every node of every tree is one of the best by the reference's log-probabilities."""
+    own = {"speculative_num_steps": steps, "speculative_eagle_topk": 3, "disable_cuda_graph": True}
+    with golden_llm("NEXTN", speculative_draft_model_path=str(folder), **own) as llm:
+        seen = recorded_trees(llm, monkeypatch)
+        kind = {**GREEDY, "max_new_tokens": 12}
+        out = llm.generate(input_ids=LONGEST[:length], sampling_params=kind)
+    text = torch.tensor(LONGEST[:length] + out.output_ids)
+    assert seen[0][0] == length and len(seen) == len(out.meta_info["spec_accept_lengths"])
+    for start, paths in seen:
+
+        def score(path: Tokens, known: Tensor = text[: start + 1]) -> Tensor:
+            forced, last = iter(path), torch.empty(0)
+
+            def sample(logits: Tensor, _: int) -> int:
+                nonlocal last
+                last = logits.log_softmax(0)
+                return next(forced, 0)
+
+            reference.chain(known, len(path) + 1, sample)
+            return last
+
+        nodes = beam_search(score, steps, topk=3)
+        assert len(set(paths)) == len(paths) == 3 * steps
+        least = sorted(nodes.values(), reverse=True)[len(paths) - 1]
+        assert all(nodes[path] >= least - 1e-4 for path in paths), start
+
+
+def recorded_trees(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[Tokens]]]:
+    """Position of the last token and the paths of all nodes, for every step with one request."""
+    algorithm, seen = llm.engine.executor.step.algorithm.algorithm, []
+    propose = algorithm.propose
+
+    def recording(step: ProposeInput) -> Draft:
+        draft, paths = propose(step), [()]
+        assert draft.parents is not None
+        for token, parent in zip(draft.tokens[0].tolist(), draft.parents[0].tolist(), strict=True):
+            paths.append((*paths[parent], token))
+        seen.append((int(step.start[0]), paths[1:]))
+        return draft
+
+    monkeypatch.setattr(algorithm, "propose", recording)
+    return seen
+
+
+@pytest.mark.covering(0, 2)
+@pytest.mark.parametrize("cell", [(1, 4, 1, True), (16, 512, 0, True), (256, 4, 0, False)])
+def test_output_with_trees(cell: tuple[int, int, int, bool], folder: Path) -> None:
+    own = {"speculative_num_steps": 4, "speculative_eagle_topk": 3}
+    hold("NEXTN", *cell, speculative_draft_model_path=str(folder), **own)
 
 
 CELLS = [  # (page size, chunk, overlap depth, tight)

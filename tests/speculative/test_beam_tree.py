@@ -14,9 +14,9 @@ from forerun.attention.base import Mask
 from forerun.core.errors import ConfigError
 from forerun.kernels.speculation.tree import unpack_bits
 from forerun.speculative.base import SpecCaps
-from forerun.speculative.beam_tree import BeamTree, propose_tree, resolve_tree
+from forerun.speculative.beam_tree import Beams, BeamTree, propose_tree, resolve_tree
 
-SIZE, VOCAB, START = 6, 40, (5, 9)
+SIZE, VOCAB = 6, 40
 CHAIN = SpecCaps(num_drafts=4, flexible=True, kv_reserve=5)
 
 
@@ -27,17 +27,21 @@ class Model:
         draw = torch.Generator().manual_seed(3)
         self.embed, self.head = torch.randn(2, VOCAB, SIZE, generator=draw, dtype=torch.float64)
         self.mix = torch.randn(SIZE, SIZE, generator=draw, dtype=torch.float64)
-        self.masks: list[Tensor] = []
-        self.positions: list[Tensor] = []
+        self.first = torch.randn(2, SIZE, generator=draw, dtype=torch.float64)
+        self.states: Tensor | None = None  # of the last step's beams
+        self.ran: list[Tensor] = []  # paths [B, n, d]
 
     def after(self, hidden: Tensor, ids: Tensor) -> Tensor:
         return torch.tanh(hidden @ self.mix + self.embed[ids])
 
-    def forward(self, ids: Tensor, hidden: Tensor, positions: Tensor, tree: Any) -> Any:
-        self.masks.append(tree)
-        self.positions.append(positions)
-        out = self.after(hidden, ids)
-        return out, out
+    def run(self, beams: Beams) -> Tensor:
+        """Continues from what it gave for the beams before."""
+        before = self.first.unsqueeze(1).expand(-1, beams.paths.shape[1], -1)
+        if self.states is not None:
+            before = beams.follow(self.states)
+        self.ran.append(beams.paths)
+        self.states = self.after(before, beams.paths[:, :, -1])
+        return self.states
 
     def logits(self, hidden: Tensor) -> Tensor:
         return 2 * hidden @ self.head.T
@@ -51,7 +55,7 @@ class Node:
 
 
 def by_hand(model: Model, hidden: Tensor, tree: BeamTree, count: int) -> tuple[Any, list[Any]]:
-    """The paths of the best nodes, and the paths of the beams that ran."""
+    """The paths of the best nodes, and those of the beams of each step."""
 
     def children(path: tuple[int, ...], score: float, hidden: Tensor) -> list[Node]:
         logp = model.logits(hidden).log_softmax(0).tolist()
@@ -62,7 +66,7 @@ def by_hand(model: Model, hidden: Tensor, tree: BeamTree, count: int) -> tuple[A
     every, ran = list(level), []
     for _ in range(tree.steps - 1):
         beams = sorted(level, key=lambda node: -node.score)[: tree.topk]
-        ran += [beam.path for beam in beams]
+        ran.append([beam.path for beam in beams])
         level = []
         for beam in beams:
             after = model.after(beam.hidden, torch.tensor(beam.path[-1]))
@@ -77,25 +81,14 @@ def by_hand(model: Model, hidden: Tensor, tree: BeamTree, count: int) -> tuple[A
     [(BeamTree(1, 3), 3), (BeamTree(4, 3), 20), (BeamTree(6, 4), 70), (BeamTree(6, 4), 3)],
     ids=str,
 )
-@pytest.mark.parametrize("offset", [0, 1])
-def test_the_tree_is_that_of_a_search_by_hand(tree: BeamTree, count: int, offset: int) -> None:
-    def attention(q_len: int, begin: int, tree: Tensor) -> Tensor:
-        assert begin == offset
-        return unpack_bits(tree, q_len)
-
-    model, width = Model(), count + 1
-    first = torch.randn(2, SIZE, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    step = SimpleNamespace(
-        start=torch.tensor(START, dtype=torch.int32),
-        num_verify_tokens=width,
-        attention=attention,
-    )
-    run = model.forward, model.logits
-    draft = propose_tree(step, tree, (first, first), run, offset=offset)  # type: ignore[arg-type]
+def test_the_tree_is_that_of_a_search_by_hand(tree: BeamTree, count: int) -> None:
+    model, step = Model(), SimpleNamespace(num_verify_tokens=count + 1)
+    run = model.run, model.logits
+    draft = propose_tree(step, tree, model.first, run)  # type: ignore[arg-type]
     assert draft.parents is not None
-    assert len(model.masks) == min(tree.steps, count) - 1  # no path is longer than the tree
+    assert len(model.ran) == min(tree.steps, count) - 1  # no path is longer than the tree
     for request in range(2):
-        want, ran = by_hand(model, first[request], tree, count)
+        want, ran = by_hand(model, model.first[request], tree, count)
         paths: list[tuple[int, ...]] = [()]
         for token, parent in zip(
             draft.tokens[request].tolist(), draft.parents[request].tolist(), strict=True
@@ -103,28 +96,31 @@ def test_the_tree_is_that_of_a_search_by_hand(tree: BeamTree, count: int, offset
             assert parent < len(paths)  # a parent comes first
             paths.append((*paths[parent], token))
         assert paths[1:] == want
-        for depth, (mask, positions) in enumerate(
-            zip(model.masks, model.positions, strict=True), start=1
-        ):
-            beams = ran[: depth * tree.topk]
-            seen = [[path[: len(own)] == own for own in beams] for path in beams]
-            assert mask[request].tolist() == seen
-            ahead = positions.view(2, -1)[request] - START[request]
-            assert ahead.tolist() == [len(path) - 1 + offset for path in beams]
+        for got, beams in zip(model.ran, ran, strict=False):
+            assert [tuple(path) for path in got[request].tolist()] == beams
+
+
+def test_beams_attend_along_their_paths() -> None:
+    def attention(q_len: int, offset: int, tree: Tensor) -> Any:
+        return unpack_bits(tree, q_len), offset
+
+    beams = Beams(torch.zeros(3, 2, 3, dtype=torch.int64), None)
+    step: Any = SimpleNamespace(attention=attention)
+    seen, offset = beams.attention(step, -2)
+    own = [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
+    want = [[*row, 0, 0, 0] for row in own] + [[0, 0, 0, *row] for row in own]
+    assert offset == -2 and seen.int().tolist() == [want] * 3  # type: ignore[attr-defined]
 
 
 def test_parents_come_first_where_a_token_is_certain() -> None:
     """Then a node is as probable as its parent, up to rounding."""
-    step = SimpleNamespace(
-        start=torch.zeros(1, dtype=torch.int32), num_verify_tokens=8, attention=lambda *_, **__: 0
-    )
+    step = SimpleNamespace(num_verify_tokens=8)
     certain = torch.full((VOCAB,), -1e4).index_fill(0, torch.tensor([7]), 1e4)
 
     def logits(hidden: Tensor) -> Tensor:
         return certain.expand(len(hidden), -1)
 
-    first = torch.zeros(1, SIZE), torch.zeros(1, SIZE)
-    model = (lambda _, hidden, *__: (hidden, hidden)), logits
+    first, model = torch.zeros(1, SIZE), (lambda beams: torch.zeros(1, 2, SIZE), logits)
     draft = propose_tree(step, BeamTree(5, 2), first, model)  # type: ignore[arg-type]
     assert draft.parents is not None
     assert draft.parents[0, :5].tolist() == [0, 1, 2, 3, 4]

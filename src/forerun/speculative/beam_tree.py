@@ -6,10 +6,9 @@ and gives the `topk` most probable tokens after each of them. Of all nodes ever 
 highest products are verified (EAGLE-3 does the same). A node is never more probable than its
 parent, so these are a tree.
 
-A beam attends to the context and to the beams on its path. Steps run all beams so far again, side
-by side from the first place that the draft model has not run on: that takes one pass over the
-draft's weights, as the new beams alone would, and attention needs no more than the mask of a tree.
-Their K/V is overwritten by `observe`.
+A beam attends to the context and to the tokens on its path. Each step runs the whole paths of its
+beams again, side by side: that takes one pass over the draft's weights, as their last tokens alone
+would, and attention needs no more than the mask of a tree. Their K/V is overwritten by `observe`.
 """
 
 from __future__ import annotations
@@ -34,8 +33,33 @@ TOPK = Option(
 AT_ONCE = "this draft gives all tokens at once"  # why a parallel draft makes no trees
 DEFAULT_TOKENS = 64  # verified at most, unless `speculative_num_draft_tokens` says more
 
-# (ids [T], hidden states [T, H], positions [T], attention) -> [T, H] for logits, [T, H] further on
-Forward = Callable[[Tensor, Tensor, Tensor, AttentionContext], tuple[Tensor, Tensor]]
+
+@dataclass(frozen=True)
+class Beams:
+    """The beams of a step: B requests with n each, and their paths of d tokens."""
+
+    paths: Tensor  # [B, n, d] int64
+    above: Tensor | None  # [B, n] int64: which beam of the last step each one follows; None: d is 1
+
+    def follow(self, before: Tensor) -> Tensor:
+        """What belongs to the beams of the last step, [B, n, ...], for those that follow them."""
+        if self.above is None:
+            return before
+        index = self.above.view(*self.above.shape, *[1] * (before.dim() - 2))
+        return before.gather(1, index.expand(-1, -1, *before.shape[2:]))
+
+    def attention(self, step: ProposeInput, offset: int) -> AttentionContext:
+        """Attention of the paths, beam by beam, whose first tokens are `offset` after `start`."""
+        assert step.attention is not None
+        batch, count, depth = self.paths.shape
+        device = self.paths.device
+        own = torch.ones(depth, depth, dtype=torch.bool, device=device).tril()
+        seen = torch.block_diag(*[own] * count)
+        return step.attention(count * depth, offset, tree=pack_bits(seen).repeat(batch, 1, 1))
+
+
+# Runs the draft model on the paths of beams: [B, n, H], for the logits after each.
+RunBeams = Callable[[Beams], Tensor]
 
 
 @dataclass(frozen=True)
@@ -102,42 +126,34 @@ def resolve_tree(config: EngineConfig, caps: SpecCaps, why_not: str | None = Non
 
 
 class _Nodes:
-    """The nodes given so far, and the beams among them."""
+    """The nodes given so far; node 0 is the root."""
 
-    def __init__(self, first: Tensor, topk: int) -> None:
-        """`first` [B, H]: what the first beams read beside their tokens."""
+    def __init__(self, topk: int) -> None:
         self.topk = topk
         self.ids: list[Tensor] = []  # [B, n] each: tokens, log-probabilities of paths, parents
         self.scores: list[Tensor] = []
         self.parents: list[Tensor] = []
         self._count = 0
-        # Of the beams of the last step [B, topk, ...]; `beams` is of all steps.
-        self.hidden = first.unsqueeze(1).expand(-1, topk, -1)
-        self.seen = first.new_zeros(first.shape[0], topk, 0, dtype=torch.bool)
-        self.beams: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def add(self, ids: Tensor, scores: Tensor, parents: Tensor) -> None:
-        """Adds nodes [B, n]; node 0 is the root."""
+        """Adds nodes [B, n]."""
         self.ids.append(ids)
         self.scores.append(scores)
         self.parents.append(parents)
         self._count += ids.shape[1]
 
-    def choose_beams(self, further: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The scores and nodes [B, topk] of the best of the last step; they become beams.
+    def choose_beams(self, before: Beams | None) -> tuple[Tensor, Tensor, Beams]:
+        """The best nodes of the last step: scores [B, topk], nodes [B, topk], and their paths.
 
-        `further` [B, topk, H]: what the draft model gave at the beams before; None: no beams yet.
+        `before`: the beams that they follow; None: they follow the root.
         """
         scores, at = self.scores[-1].topk(self.topk, -1)
-        if further is not None:
+        tokens = self.ids[-1].gather(1, at).unsqueeze(2)
+        beams = Beams(tokens, None)
+        if before is not None:
             above = at // self.topk
-            self.hidden = further.gather(1, above.unsqueeze(2).expand(-1, -1, further.shape[2]))
-            seen = self.seen
-            self.seen = seen.gather(1, above.unsqueeze(2).expand(-1, -1, seen.shape[2]))
-        own = torch.eye(self.topk, dtype=torch.bool, device=at.device)
-        self.seen = torch.cat((self.seen, own.expand(len(at), -1, -1)), 2)
-        self.beams.append((self.ids[-1].gather(1, at), self.hidden, self.seen))
-        return scores, at + (self._count - self.scores[-1].shape[1] + 1)
+            beams = Beams(torch.cat((Beams(tokens, above).follow(before.paths), tokens), 2), above)
+        return scores, at + (self._count - self.scores[-1].shape[1] + 1), beams
 
     def best(self, count: int) -> Draft:
         """The `count` best nodes, best first: parents come first, where scores are equal too."""
@@ -153,29 +169,24 @@ class _Nodes:
 def propose_tree(
     step: ProposeInput,
     tree: BeamTree,
-    first: tuple[Tensor, Tensor],
-    model: tuple[Forward, Callable[[Tensor], Tensor]],
+    first: Tensor,
+    model: tuple[RunBeams, Callable[[Tensor], Tensor]],
     token_ids: Tensor | None = None,
-    offset: int = 0,
 ) -> Draft:
     """Grows the tree of a step.
 
     Args:
-        first: [B, H], for the logits of the first tokens; [B, H], what the draft reads with them.
-        model: its forward, and its logits [T, H] -> [T, V].
+        first: [B, H], for the logits of the first tokens.
+        model: runs it on beams, step after step; its logits [T, H] -> [T, V].
         token_ids: [V] int64, the target's token id of each column; default: 0 … V - 1.
-        offset: where the draft model runs on the first beams, counted from `start`.
     """
-    forward, compute_logits = model
-    nodes, topk = _Nodes(first[1], tree.topk), tree.topk
-    scores, ids = _most_probable(compute_logits(first[0]).unsqueeze(1), topk, token_ids)
+    run, compute_logits = model
+    nodes, topk, beams = _Nodes(tree.topk), tree.topk, None
+    scores, ids = _most_probable(compute_logits(first).unsqueeze(1), topk, token_ids)
     nodes.add(ids.flatten(1), scores.flatten(1), torch.zeros_like(ids).flatten(1))
-    further = None
-    for depth in range(1, min(tree.steps, step.num_verify_tokens - 1)):  # no path is longer
-        above, parents = nodes.choose_beams(further)
-        out, after = _run_beams(step, nodes, forward, depth, offset)
-        further = after[:, -topk:]
-        logits = compute_logits(out[:, -topk:].flatten(0, 1)).unflatten(0, (-1, topk))
+    for _ in range(1, min(tree.steps, step.num_verify_tokens - 1)):  # no path is longer
+        above, parents, beams = nodes.choose_beams(beams)
+        logits = compute_logits(run(beams).flatten(0, 1)).unflatten(0, (-1, topk))
         scores, ids = _most_probable(logits, topk, token_ids)
         scores = above.unsqueeze(2) + scores
         parents = parents.unsqueeze(2).expand_as(ids)
@@ -188,19 +199,3 @@ def _most_probable(logits: Tensor, count: int, token_ids: Tensor | None) -> tupl
     scores, ids = top_log_probs(logits, count)
     scores = torch.where(scores == scores, scores.clamp_max(0), -torch.inf)
     return scores, ids if token_ids is None else token_ids[ids]
-
-
-def _run_beams(
-    step: ProposeInput, nodes: _Nodes, forward: Forward, depth: int, offset: int
-) -> tuple[Tensor, Tensor]:
-    """Runs the draft model on the beams of `depth` steps; returns [B, depth * topk, H] twice."""
-    assert step.attention is not None
-    width = depth * nodes.topk
-    ids = torch.cat([each for each, _, _ in nodes.beams], 1).flatten()
-    hidden = torch.cat([each for _, each, _ in nodes.beams], 1).flatten(0, 1)
-    seen = [torch.nn.functional.pad(each, (0, width - each.shape[2])) for _, _, each in nodes.beams]
-    context = step.attention(width, offset, tree=pack_bits(torch.cat(seen, 1)))
-    ahead = torch.arange(width, device=ids.device) // nodes.topk + offset
-    positions = (step.start.unsqueeze(1) + ahead).flatten()
-    out, after = forward(ids, hidden, positions, context)
-    return out.unflatten(0, (-1, width)), after.unflatten(0, (-1, width))

@@ -49,7 +49,7 @@ from forerun.speculative.base import (
     SlotState,
     SpeculativeAlgorithm,
 )
-from forerun.speculative.beam_tree import TOPK, BeamTree, propose_tree
+from forerun.speculative.beam_tree import TOPK, Beams, BeamTree, propose_tree
 
 NUM_STEPS = Option(
     "speculative_num_steps",
@@ -174,7 +174,7 @@ class HiddenStateDraft(Protocol):
 
 
 class HiddenStateChain(SpeculativeAlgorithm):
-    """A chain of a `HiddenStateDraft`.
+    """A chain or a tree of `HiddenStateDraft`s.
 
     A subclass loads the model (`load` calls `set_draft`) and chooses the target's hidden states
     that it reads.
@@ -190,7 +190,7 @@ class HiddenStateChain(SpeculativeAlgorithm):
         tree: BeamTree | None = None,
     ) -> None:
         """`hidden_size`: H of the draft; `token_ids`: as in `sample_chain`; `mask`: of a parallel
-        draft; `tree`: instead of a chain, of a draft of one module.
+        draft; `tree`: instead of a chain.
         """
         self._modules, self._hidden_size, self._dtype = modules, hidden_size, dtype
         self._mask, self._tree = mask, tree
@@ -205,8 +205,11 @@ class HiddenStateChain(SpeculativeAlgorithm):
         depth, shape = len(self._modules), (ctx.slots, self._hidden_size)
         self._logits_hidden = torch.zeros(shape, dtype=self._dtype, device=ctx.device)
         self._next_hidden = self._logits_hidden.unsqueeze(1).repeat(1, depth, 1)
-        self._rows = torch.arange(depth, device=ctx.device)
         return SlotState({"logits_hidden": self._logits_hidden, "next_hidden": self._next_hidden})
+
+    def next_hidden(self, slots: Tensor) -> Tensor:
+        """[B, modules, H]: what each module gave where the drafts of slots [B] begin."""
+        return self._next_hidden[slots]
 
     def supports_target_verify_for_draft(self) -> bool:
         return True
@@ -215,13 +218,13 @@ class HiddenStateChain(SpeculativeAlgorithm):
         if self._mask is not None:
             return self._propose_at_once(step, self._mask)
         if self._tree is not None:
-            kept = self._logits_hidden[step.slots], self._next_hidden[step.slots, 0]
-            model = self._modules[0].forward, self._modules[0].compute_logits
-            return propose_tree(step, self._tree, kept, model, self._token_ids)
+            model = _BeamRunner(self, step), self._modules[0].compute_logits
+            first = self._logits_hidden[step.slots]
+            return propose_tree(step, self._tree, first, model, self._token_ids)
         return self._propose_chain(step)
 
     def _propose_chain(self, step: ProposeInput) -> Draft:
-        depth, kept = len(self._modules), self._next_hidden[step.slots]
+        depth, kept = len(self._modules), self.next_hidden(step.slots)
         drafts: list[Tensor] = []
         hidden = kept[:, :0] if depth > 1 else kept  # [B, n, H]: of the n rows that ran last
 
@@ -231,7 +234,10 @@ class HiddenStateChain(SpeculativeAlgorithm):
             assert step.attention is not None
             drafts.append(token)
             if i < depth:
-                out, hidden = self._run_module(step, i, drafts, kept[:, i - 1 : i], hidden)
+                ids = torch.stack(drafts, 1).unsqueeze(1)
+                read = torch.cat((kept[:, i - 1 : i], hidden), 1).unsqueeze(1)
+                rows, after = self.run_module(i, ids, read, step.start, step.attention(i, -i))
+                out, hidden = rows[:, 0, -1], after[:, 0]
             else:
                 at = i - depth
                 context, positions = step.attention(1, at), step.start + at
@@ -257,31 +263,35 @@ class HiddenStateChain(SpeculativeAlgorithm):
         logits = self._modules[0].compute_logits(rows.flatten(0, 1))
         return sample_rows(step, logits.view(batch, masks + 1, -1), self._token_ids)
 
-    def _run_module(
-        self, step: ProposeInput, i: int, drafts: list[Tensor], kept: Tensor, before: Tensor
+    def run_module(
+        self, i: int, paths: Tensor, hidden: Tensor, start: Tensor, context: AttentionContext
     ) -> tuple[Tensor, Tensor]:
-        """Runs module i over the i positions before `start`, whose tokens are `drafts`.
+        """Runs module i over drafts, from i positions before `start` [B] on.
 
         Args:
-            kept: [B, 1, H], of module i - 1 at the first of them.
-            before: [B, i - 1, H], of module i - 1 at the others, last one last.
+            paths: [B, n, d] int64, the drafts of n beams, one after another.
+            hidden: [B, n, d, H], what the module reads with each.
+            context: of these n · d tokens.
 
         Returns:
-            [B, H] at the last position, for logits; [B, i, H] for the next module, last one last.
+            [B, n, d, H] for logits; [B, n, d, H] for the next module, or one token further.
         """
-        assert step.attention is not None
-        context, rows = step.attention(i, -i), self._rows[:i]
+        count, depth, size = hidden.shape[1:]
+        rows = torch.arange(depth, device=paths.device)
+        positions = (context.batch.start.unsqueeze(1) + rows).repeat(1, count).flatten()
         # Positions that do not exist, at the beginning of a text: then rows begin at 0.
-        missing = (i - step.start).clamp_min(0).long().unsqueeze(1)
-        size, source = kept.shape[-1], (rows + missing).clamp_max(i - 1)
-        ids = torch.stack(drafts, 1).gather(1, source)
-        hidden = torch.cat((kept, before), 1).gather(1, source.unsqueeze(-1).expand(-1, -1, size))
-        positions = (context.batch.start.unsqueeze(1) + rows).flatten()
-        module, flat = self._modules[i], hidden.flatten(0, 1)
-        out, following = module.forward(ids.flatten(), flat, positions, context)
-        ends = (rows - missing).clamp_min(0).unsqueeze(-1).expand(-1, -1, size)
-        out, following = (each.view(-1, i, size).gather(1, ends) for each in (out, following))
-        return out[:, -1], following
+        missing = (i - start).clamp_min(0).long().view(-1, 1, 1)
+        if i:
+            source = (rows + missing).clamp_max(depth - 1).expand_as(paths)
+            paths, hidden = paths.gather(2, source), _rows_of(hidden, source)
+        out, after = self._modules[i].forward(
+            paths.flatten(), hidden.reshape(-1, size), positions, context
+        )
+        out, after = (each.view(-1, count, depth, size) for each in (out, after))
+        if i:
+            ends = (rows - missing).clamp_min(0).expand_as(paths)
+            out, after = _rows_of(out, ends), _rows_of(after, ends)
+        return out, after
 
     def observe(self, step: ObserveInput) -> None:
         out, hidden = self._modules[0].forward(
@@ -297,6 +307,41 @@ class HiddenStateChain(SpeculativeAlgorithm):
             kept.append(hidden[rows.last_index])
             start = rows.start
         self._next_hidden[step.slots] = torch.stack(kept, 1)
+
+
+def _rows_of(x: Tensor, index: Tensor) -> Tensor:
+    """Rows `index` [B, n, d] of x [B, n, d, H]."""
+    return x.gather(2, index.unsqueeze(3).expand_as(x))
+
+
+class _BeamRunner:
+    """Runs the modules on the beams of a tree, step after step: draft i comes from module i.
+
+    A module reads along each path what the module before gave on it; the last one, further on, what
+    it gave itself.
+    """
+
+    def __init__(self, chain: HiddenStateChain, step: ProposeInput) -> None:
+        self._chain, self._step = chain, step
+        self._kept = chain.next_hidden(step.slots)  # [B, modules, H]
+        self._read: Tensor | None = None  # [B, n, d, H], for the beams of the next step
+
+    def __call__(self, beams: Beams) -> Tensor:
+        count, depth = beams.paths.shape[1:]
+        last = self._kept.shape[1] - 1
+        module = min(depth, last)
+        read = self._first(0, count) if self._read is None else beams.follow(self._read)
+        context, start = beams.attention(self._step, -module), self._step.start
+        out, after = self._chain.run_module(module, beams.paths, read, start, context)
+        if depth < last:
+            self._read = torch.cat((self._first(depth, count), after), 2)
+        else:
+            self._read = torch.cat((read, after[:, :, -1:]), 2)
+        return out[:, :, -1]
+
+    def _first(self, module: int, count: int) -> Tensor:
+        """[B, n, 1, H]: what `module` gave where all beams begin."""
+        return self._kept[:, None, module : module + 1].expand(-1, count, -1, -1)
 
 
 class ModuleRows:

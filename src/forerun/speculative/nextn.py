@@ -59,8 +59,7 @@ class NextN(HiddenStateChain):
             prefix_lookahead=draft.count,
             deferred_observe=True,
         )
-        several = f"{folder} has {draft.count} multi-token prediction layers, which make chains"
-        return resolve_tree(config, caps, several if draft.count > 1 else None)
+        return resolve_tree(config, caps)
 
     def load(self, ctx: DraftContext) -> None:
         folder, config = _read(ctx.config)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forerun.attention.base import AttentionContext, LayerMask, Mask
+from forerun.attention.base import LayerMask, Mask
 from forerun.config.engine_config import EngineConfig
 from forerun.config.model_config import ModelConfig, load_model_config
 from forerun.core.errors import ConfigError, shown
@@ -42,7 +42,7 @@ from forerun.speculative.base import (
     SpecCaps,
     SpeculativeAlgorithm,
 )
-from forerun.speculative.beam_tree import AT_ONCE, TOPK, BeamTree, propose_tree, resolve_tree
+from forerun.speculative.beam_tree import AT_ONCE, TOPK, Beams, BeamTree, propose_tree, resolve_tree
 from forerun.speculative.chain import (
     NUM_STEPS,
     PARALLEL_STEPS,
@@ -116,16 +116,18 @@ class Standalone(SpeculativeAlgorithm):
         return sample_chain(step, run(0, step.last_token), run)
 
     def _propose_tree(self, step: ProposeInput, attention: DraftAttention, tree: BeamTree) -> Draft:
-        """Runs `last_token`, and then the beams: they read tokens alone, no hidden states."""
+        """Runs `last_token`, and then beams after it."""
 
-        def run(
-            ids: Tensor, _: Tensor, positions: Tensor, context: AttentionContext
-        ) -> tuple[Tensor, Tensor]:
-            out = self._draft.forward(self._clamped(ids), positions, context)[0]
-            return out, out[:, :0]
+        def run(beams: Beams) -> Tensor:
+            ids, context = self._clamped(beams.paths).flatten(), beams.attention(step, 1)
+            places = torch.arange(1, beams.paths.shape[2] + 1, device=ids.device)
+            positions = step.start.view(-1, 1, 1) + places.expand(beams.paths.shape)
+            out = self._draft.forward(ids, positions.flatten(), context)[0]
+            return out.view(*beams.paths.shape, -1)[:, :, -1]
 
-        first = run(step.last_token, step.last_token, step.start, attention(1))
-        return propose_tree(step, tree, first, (run, self._draft.compute_logits), offset=1)
+        ids = self._clamped(step.last_token)
+        first = self._draft.forward(ids, step.start, attention(1))[0]
+        return propose_tree(step, tree, first, (run, self._draft.compute_logits))
 
     def _propose_at_once(self, step: ProposeInput, attention: DraftAttention, mask: int) -> Draft:
         """Runs `last_token` and a mask for all drafts but one; masks see those before them."""
