@@ -35,6 +35,13 @@ def golden_llm(
     return llm
 
 
+def without_reading_check(llm: LLM) -> LLM:
+    """The same without drafts beside those of the first steps, for tests that watch drafts."""
+    assert isinstance(llm.engine.executor, DeviceExecutor)
+    llm.engine.executor.reading_check = None
+    return llm
+
+
 def poison_on_release(llm: LLM) -> None:
     """Overwrites released slots and pages with values that would change the output if read.
 

@@ -246,5 +246,6 @@ class StepResult:
     # long. Their tokens, where there are any, are valid.
     held: tuple[int, ...] = ()
     confidences: ConfidenceCounts | None = None  # every so many steps, if drafts have them
+    warning: str | None = None  # what the first steps have shown, told once
     # Per request, the drafts of a tree that were accepted: their nodes, ascending. Empty: chains.
     decode_nodes: list[list[int]] = field(default_factory=list)

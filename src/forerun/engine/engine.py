@@ -226,6 +226,9 @@ class Engine:
             )
         if self._tracing is not None:
             self._tracing.record(done, step.launched, now)
+        if result.warning is not None:
+            log.warning("%s", result.warning)
+            self._stats.warnings.append(result.warning)
         if result.error is not None:
             self._drafts_failed(done.step, result.error)
 

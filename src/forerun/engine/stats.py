@@ -40,6 +40,7 @@ class SpecStats:
         self.num_drafts = 0  # requests with drafts, summed over steps
         self.num_draft_tokens = 0
         self.num_failures = 0  # steps in which the algorithm failed
+        self.warnings: list[str] = []
         # Index: accepted drafts; value: how often, over requests with drafts and steps.
         self.accepted = [0] * (max_drafts + 1)
         self.confidences: ConfidenceCounts | None = None  # the newest; it only grows
@@ -88,6 +89,7 @@ class SpecStats:
             "spec_accept_length_since_flush": tokens / steps if steps else None,
             "spec_accept_rate": accepted / self.num_draft_tokens if self.num_drafts else None,
             "algorithm_failures": self.num_failures,
+            "warnings": list(self.warnings),
             "confidence": None if self.confidences is None else reliability(self.confidences),
         }
 

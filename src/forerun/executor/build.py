@@ -29,6 +29,7 @@ from forerun.executor.memory import (
     kv_budget,
     profile_run,
 )
+from forerun.executor.reading_check import ReadingCheck
 from forerun.executor.resolve import Settings, resolve
 from forerun.executor.step.costs import measure_step_costs
 from forerun.executor.step.deferred_observe import DeferredObserve
@@ -44,6 +45,7 @@ from forerun.layers.communication import SINGLE_RANK, Communicator, WeightPlacem
 from forerun.layers.linear import LinearBase
 from forerun.layers.moe import Experts
 from forerun.models.base import CausalLM
+from forerun.models.dummy_weights import DUMMY_FORMATS
 from forerun.models.loader import load_target_at, load_transformers_target
 from forerun.models.registry import TRANSFORMERS
 from forerun.models.stop_ids import tokenizer_folder, union
@@ -114,6 +116,7 @@ class _Builder:
         if config.enable_trace:
             step.timer = StepTimer(settings.device)
         executor = DeviceExecutor(step, self._steps(step), settings.threads)
+        executor.reading_check = self._reading_check(step)
         executor.grammars = self._grammars(model_path)
         if self.comm.size == 1:
             executor.mask_threads = MaskThreads()
@@ -313,6 +316,15 @@ class _Builder:
             graphs.capture(lambda name: stage.advance(detail=name))
         return graphs
 
+    def _reading_check(self, step: DeviceStep) -> ReadingCheck | None:
+        """None: there is one reading only, or drafts are not those of the files."""
+        made_up = step.simulate is not None or self.settings.config.load_format in DUMMY_FORMATS
+        if step.caps.other_reading is None or made_up:
+            return None
+        check = ReadingCheck(step)
+        check.warm_up()
+        return check
+
     def _costs(self, executor: DeviceExecutor) -> dict[int, list[float]] | None:
         settings = self.settings
         if not settings.config.speculative_adaptive or len(settings.widths) == 1:
@@ -361,6 +373,7 @@ def _explain(
         "kv_cache_dtype": dtype_name(settings.kv_dtype),
         "algorithm": settings.config.speculative_algorithm or "NONE",
         "stop_token_ids": {name: list(ids) for name, ids in settings.stop_ids.items()},
+        "draft": settings.caps.reading,
         "num_verify_tokens": limits.max_verify_tokens,
         "attention": target.explain(),
         "draft_attention": draft[0].explain() if draft else None,

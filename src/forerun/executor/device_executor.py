@@ -26,6 +26,7 @@ from forerun.core.plan import (
 )
 from forerun.core.tokens import INVALID_TOKEN
 from forerun.executor.graphs.steps import DecodeBatch, DeferredBatch, EagerSteps, StepExecutor
+from forerun.executor.reading_check import ReadingCheck, warning
 from forerun.executor.step.clock import StepClock
 from forerun.executor.step.device_step import DeviceStep
 from forerun.executor.step.grammar_masks import GrammarBatch
@@ -78,6 +79,7 @@ class DeviceExecutor:
         self.grammars: GrammarCompiler | None = None  # set by `executor/build.py`
         # None: several ranks, each of which needs every mask. Steps wait for them.
         self.mask_threads: MaskThreads | None = None
+        self.reading_check: ReadingCheck | None = None  # over the first steps; set by `build.py`
         self._held: dict[str, GrammarState] = {}  # by request id: they have left the batch
         self._slots: dict[int, _Slot] = {}
         self._clock: StepClock | None = None  # of the last step
@@ -107,10 +109,11 @@ class DeviceExecutor:
             failed = self._admit(plan)
             if plan.deferred:
                 self.steps.observe_deferred(self._deferred(plan))
-            decode = confidences = None
+            decode = confidences = readings = None
             logprobs = StepLogprobs()
             if plan.decode:
                 batch = self._batch(plan)
+                self._check_reading(batch, clock)
                 out = self.steps.decode(batch)
                 logprobs.decode = LogprobCopy.of(batch.logprobs, out.logprobs, self._copy)
                 # Copies queued before the next replay overwrites the graph's outputs.
@@ -120,7 +123,7 @@ class DeviceExecutor:
                     path=self._to_host(out.path),
                 )
                 self.step.track_states(plan.tracked)
-                confidences = self._due_confidences()
+                confidences, readings = self._due_confidences(), self._due_readings()
             timer = self.step.timer
             timestamps = timer.take() if timer is not None and plan.decode else None
             first = None
@@ -141,6 +144,7 @@ class DeviceExecutor:
             logprobs,
             self._grammars_of(plan),
             confidences,
+            readings,
         )
         if pending.grammars:
             self._unread.append(pending)
@@ -339,6 +343,24 @@ class DeviceExecutor:
             return None
         return self._copy(table.counts)
 
+    def _check_reading(self, batch: DecodeBatch, clock: StepClock) -> None:
+        """Drafts for the first request of a step in both readings of the draft's files."""
+        check = self.reading_check
+        if check is None or batch.num_verify_tokens == 1:
+            return
+        slot, bound = batch.slots[0], batch.lengths.kv_lens[0]
+        lengths = self.tables.host_batch([slot], [bound])
+        check.before(slot, batch.kv_len_ub, self.flags([slot]), lengths)
+        clock.restart()
+
+    def _due_readings(self) -> Tensor | None:
+        """A copy of the counts of the check, once: after its last step."""
+        counts = None if self.reading_check is None else self.reading_check.after()
+        if counts is None:
+            return None
+        self.reading_check = None
+        return self._copy(counts)
+
     def _to_host(self, tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else self._copy(tensor)
 
@@ -366,6 +388,7 @@ class PendingDeviceStep:
     logprobs: StepLogprobs
     grammars: dict[int, GrammarState]  # by slot; its tokens are committed to them
     confidences: Tensor | None = None  # `ReliabilityTable.counts`
+    readings: Tensor | None = None  # of `ReadingCheck.after`
     _result: StepResult | None = None
 
     @property
@@ -419,10 +442,17 @@ class PendingDeviceStep:
             gap_seconds=self.clock.gap_seconds,
             held=tuple(held),
             confidences=None if self.confidences is None else confidence_counts(self.confidences),
+            warning=self._warning(),
             decode_nodes=nodes,
         )
         self.executor.keep_tokens(self.plan, result)
         return result
+
+    def _warning(self) -> str | None:
+        other_reading = self.executor.step.caps.other_reading
+        if self.readings is None or other_reading is None:
+            return None
+        return warning(self.readings, other_reading)
 
     def _valid(self, slot: int, tokens: list[int], failed: list[Failure]) -> list[int]:
         """The tokens before invalid logits, committed to the slot's grammar."""

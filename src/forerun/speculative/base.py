@@ -69,6 +69,9 @@ class SpecCaps:
     reads_hidden_states: bool = True
     # `observe` may be called for several plain steps of a request at once (`Phase.DEFERRED`).
     deferred_observe: bool = False
+    reading: str | None = None  # how the draft's files are read, for `explain`
+    # A setting that reads them in another way, which `propose_readings` compares.
+    other_reading: str | None = None
 
     @property
     def num_verify_tokens(self) -> int:
@@ -354,6 +357,17 @@ class SpeculativeAlgorithm(ABC):
     @abstractmethod
     def propose(self, step: ProposeInput) -> Draft:
         """Proposes W - 1 tokens for every request. Not called if W = 1."""
+
+    def propose_readings(self, step: ProposeInput) -> Tensor:
+        """Drafts of every request as the draft's files are read, and in the other reading.
+
+        With `SpecCaps.other_reading`, called before the first steps, outside of the captured step:
+        the engine warns if the target would accept more in the other reading.
+
+        Returns:
+            [2, B, D] int64, the first D drafts of each; any D > 0.
+        """
+        raise NotImplementedError
 
     def observe(self, step: ObserveInput) -> None:
         """Observes a forward of the target, for example to write the draft's K/V."""

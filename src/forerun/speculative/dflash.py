@@ -10,6 +10,7 @@ may be written too; the next block overwrites it.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -89,6 +90,8 @@ class DFlash(SpeculativeAlgorithm):
             draft_attends_in_prefill=False,
             deferred_observe=True,
             reads_hidden_states=False,
+            reading=draft.describe(),
+            other_reading=_other_layout(draft),
         )
 
     def load(self, ctx: DraftContext) -> None:
@@ -191,6 +194,17 @@ class DFlash(SpeculativeAlgorithm):
             context=None if self._context is None else self._context[step.slots],
         )
 
+    def propose_readings(self, step: ProposeInput) -> Tensor:
+        """Drafts in the draft's row layout and in the other one, from one pass over the block."""
+        block = self._run_block(step)
+        found = []
+        for first in (self._first, 1 - self._first):
+            config = self._config.in_layout(first == 0)
+            rows = replace(block, first=first, depth=config.drafts_of(block.hidden.shape[1]))
+            found.append(self._draft.head.propose(rows, self._draft, self._draw(step)).tokens)
+        depth = min(tokens.shape[1] for tokens in found)
+        return torch.stack([tokens[:, :depth] for tokens in found])
+
     def observe(self, step: ObserveInput) -> None:
         assert step.aux_hidden_states is not None
         # Prompt chunks may be ragged; all of their K/V is written.
@@ -224,6 +238,13 @@ def read_draft(config: EngineConfig) -> tuple[Path, DFlashConfig]:
             f"speculative_draft_layout must be {' or '.join(LAYOUTS)}, got {layout!r}."
         )
     return folder, draft.in_layout(LAYOUTS[layout])
+
+
+def _other_layout(draft: DFlashConfig) -> str | None:
+    """The setting that serves a draft in the other row layout; None: its head has one only."""
+    if draft.head is not None and draft.head.fill_in_only:
+        return None
+    return f"--speculative-draft-layout {'fill-in' if draft.sample_from_anchor else 'anchor-first'}"
 
 
 def _block_size(config: EngineConfig, draft: DFlashConfig) -> int:

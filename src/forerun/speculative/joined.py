@@ -115,14 +115,17 @@ class Joined(SpeculativeAlgorithm):
         self, part: SpeculativeAlgorithm, caps: SpecCaps, step: ProposeInput
     ) -> tuple[Tensor, Tensor]:
         """Tokens [B, K], NO_TOKEN where the part has none, and what it promises [B]."""
-        width = min(step.num_verify_tokens, caps.num_drafts + 1)
-        positions = step.positions.view(len(step.slots), -1)[:, :width].flatten()
-        draft = part.propose(replace(step, num_verify_tokens=width, positions=positions))
+        own = _narrowed(step, caps)
+        draft, width = part.propose(own), own.num_verify_tokens
         tokens = draft.tokens.new_full((len(step.slots), step.num_verify_tokens - 1), NO_TOKEN)
         tokens[:, : width - 1] = draft.tokens
         if draft.confidence is None:
             return tokens, torch.full_like(tokens[:, 0], width - 1, dtype=torch.float32)
         return tokens, draft.confidence.cumprod(1).sum(1)
+
+    def propose_readings(self, step: ProposeInput) -> Tensor:
+        """Those of the first algorithm, the one with a draft model."""
+        return self._joined[0].propose_readings(_narrowed(step, self._caps_of[0]))
 
     def observe(self, step: ObserveInput) -> None:
         if step.phase is Phase.VERIFY and step.q_lens[0] > 1:
@@ -141,6 +144,13 @@ class Joined(SpeculativeAlgorithm):
         kept = right.cumprod(2).sum(2)
         self._kept[slots] = self._kept[slots] * FADES + kept
         self._made[slots] = self._made[slots] * FADES + self._promise[slots]
+
+
+def _narrowed(step: ProposeInput, caps: SpecCaps) -> ProposeInput:
+    """The step of an algorithm that has fewer drafts."""
+    width = min(step.num_verify_tokens, caps.num_drafts + 1)
+    positions = step.positions.view(len(step.slots), -1)[:, :width].flatten()
+    return replace(step, num_verify_tokens=width, positions=positions)
 
 
 def _configs(config: EngineConfig) -> tuple[EngineConfig, EngineConfig]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from forerun.attention.base import HostBatch
 from forerun.attention.model_attention import StepBuffers
@@ -102,6 +103,14 @@ class EagerSteps:
             return self.step.empty_draft(slots, width)
         buffers = self._prepared(len(batch.slots), width, batch.lengths)
         return self.step.propose(self.step.begin(slots, batch.shape, buffers), batch.host)
+
+    def propose_readings(self, batch: DecodeBatch) -> Tensor | None:
+        """What `DeviceStep.propose_readings` returns, for a step that has not begun."""
+        slots = self.step.tables.upload(batch.slots, torch.int64)
+        buffers = self._prepared(len(batch.slots), batch.num_verify_tokens, batch.lengths)
+        # The step that follows marks its own beginning.
+        given = self.step.begin(slots, batch.shape, buffers, proposed=True)
+        return self.step.propose_readings(given)
 
     def observe_deferred(self, batch: DeferredBatch) -> None:
         tables = self.step.tables

@@ -41,7 +41,7 @@ class StepClock:
     def __init__(self, device: torch.device, before: _Timestamp | None) -> None:
         """`before`: the end of the previous step."""
         self._device, self._before = device, before
-        self._begin = _Timestamp.now(device)
+        self._begin = self._counted_from = _Timestamp.now(device)
         self._end = self._begin
         self._late = False
 
@@ -49,6 +49,10 @@ class StepClock:
     def after(cls, previous: StepClock | None, device: torch.device) -> StepClock:
         """Starts timing on the current device, after the previous step was launched."""
         return cls(device, None if previous is None else previous._end)
+
+    def restart(self) -> None:
+        """What was launched so far does not count as the step's."""
+        self._counted_from = _Timestamp.now(self._device)
 
     def stop(self) -> None:
         """Called after the whole step was launched."""
@@ -65,7 +69,7 @@ class StepClock:
         """Waits for the step; returns its time in seconds."""
         if self._end.event is not None:
             self._end.event.synchronize()
-        return self._begin.until(self._end)
+        return self._counted_from.until(self._end)
 
     @property
     def gap_seconds(self) -> float:

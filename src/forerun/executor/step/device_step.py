@@ -231,24 +231,29 @@ class DeviceStep:
 
     def propose(self, given: DecodeInput, host: HostTokens | None = None) -> Draft:
         """Lets the algorithm propose W - 1 tokens per request; none if W is 1."""
+        if given.shape.num_verify_tokens == 1:
+            return self.empty_draft(given.tokens.slots, 1)
+        return self.algorithm.propose(self._propose_input(given, host))
+
+    def propose_readings(self, given: DecodeInput) -> Tensor | None:
+        """Drafts in both readings, [2, B, D] int64; None: the algorithm has failed."""
+        return self.algorithm.propose_readings(self._propose_input(given))
+
+    def _propose_input(self, given: DecodeInput, host: HostTokens | None = None) -> ProposeInput:
         tokens, shape = given.tokens, given.shape
-        if shape.num_verify_tokens == 1:
-            return self.empty_draft(tokens.slots, 1)
-        return self.algorithm.propose(
-            ProposeInput(
-                slots=tokens.slots,
-                start=tokens.start,
-                positions=tokens.positions,
-                num_verify_tokens=shape.num_verify_tokens,
-                last_token=tokens.last_token,
-                history=self.tables.history,
-                tenants=self.tables.tenants,
-                sample=partial(self._sample_draft, tokens.slots, shape.flags),
-                attention=given.attention,
-                host=host,
-                dummy=self._shows_dummy,
-                greedy=not shape.flags.sampled,
-            )
+        return ProposeInput(
+            slots=tokens.slots,
+            start=tokens.start,
+            positions=tokens.positions,
+            num_verify_tokens=shape.num_verify_tokens,
+            last_token=tokens.last_token,
+            history=self.tables.history,
+            tenants=self.tables.tenants,
+            sample=partial(self._sample_draft, tokens.slots, shape.flags),
+            attention=given.attention,
+            host=host,
+            dummy=self._shows_dummy,
+            greedy=not shape.flags.sampled,
         )
 
     def verify(self, given: DecodeInput, draft: Draft) -> VerifyPass:

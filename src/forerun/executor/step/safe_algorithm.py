@@ -50,6 +50,15 @@ class SafeAlgorithm:
         # A tree if the algorithm drafts trees: captured steps are specialised to it.
         return Draft(tokens, torch.zeros_like(tokens) if self._trees else None)
 
+    def propose_readings(self, step: ProposeInput) -> Tensor | None:
+        """Drafts in both readings, [2, B, D] int64; None if it fails."""
+        if not self._disabled:
+            try:
+                return self.algorithm.propose_readings(step)
+            except Exception as error:  # noqa: BLE001  a plugin's code; the text is not affected
+                self._report("propose_readings", error)
+        return None
+
     def observe(self, step: ObserveInput) -> None:
         if not self._disabled:
             try:

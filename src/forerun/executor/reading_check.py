@@ -1,0 +1,104 @@
+"""Whether a draft's files were read right, seen over the first steps.
+
+Read wrongly, a draft gives the right text and hardly an accepted token, and no error. Before each
+of the first steps with drafts, its first request is drafted for once more, outside of the captured
+step: as the files are read, and in the other reading. What the step then commits says which of the
+two would have had more accepted. Counts stay on the device until the last of these steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import sqrt
+
+import torch
+from torch import Tensor
+
+from forerun.attention.base import HostBatch
+from forerun.executor.graphs.steps import DecodeBatch, EagerSteps
+from forerun.executor.step.device_step import DeviceStep
+from forerun.sampling.sampler import GREEDY, SamplingFlags
+
+CHECKED_STEPS = 64
+SIGNIFICANT = 3.0  # standard deviations
+
+
+@dataclass
+class _Checked:
+    """A request before its step."""
+
+    slot: int
+    start: Tensor  # [1] int32: its length
+    drafts: Tensor  # [2, 1, D] int64
+
+
+class ReadingCheck:
+    """Counts the drafts that are right in each reading."""
+
+    def __init__(self, step: DeviceStep) -> None:
+        self._step, self._steps = step, EagerSteps(step)
+        self._left = CHECKED_STEPS
+        self._checked: _Checked | None = None
+        # Right drafts as read and in the other reading, and steps in which each had more.
+        self._counts = torch.zeros(4, dtype=torch.int64, device=step.tables.device)
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Runs what a check runs, on the padding slot, so that its kernels compile at start."""
+        slot, bound = self._step.tables.padding_slot, 1 + self._step.caps.kv_reserve
+        with self._step.dummy_steps():
+            self._steps.propose_readings(self._batch(slot, bound, GREEDY, HostBatch.padding(1)))
+
+    def before(self, slot: int, kv_len_ub: int, flags: SamplingFlags, lengths: HostBatch) -> None:
+        """Drafts for a request of the step that comes next, in both readings.
+
+        Args:
+            kv_len_ub: of that step, as in `DecodeBatch`.
+            flags: of the request.
+            lengths: of the request alone.
+        """
+        if not self._left:
+            return
+        batch = self._batch(slot, kv_len_ub, flags, lengths)
+        start = self._step.tables.kv_len[slot : slot + 1].clone()
+        drafts = self._steps.propose_readings(batch)
+        if drafts is None:  # the algorithm has failed
+            self._left = 0
+            return
+        self._left -= 1
+        self._checked = _Checked(slot, start, drafts)
+
+    def after(self) -> Tensor | None:
+        """Counts what the step has shown. Returns the counts after the last step, else None."""
+        checked, self._checked = self._checked, None
+        if checked is None:
+            return None
+        tables, drafts = self._step.tables, checked.drafts[:, 0]
+        offsets = torch.arange(1, drafts.shape[1] + 1, device=drafts.device)
+        committed = offsets <= tables.kv_len[checked.slot] - checked.start
+        positions = (checked.start + offsets).clamp_max(tables.history.shape[1] - 1)
+        right = (drafts == tables.history[checked.slot][positions]) & committed
+        own, other = right.cumprod(1).sum(1).unbind()
+        self._counts += torch.stack([own, other, own > other, other > own])
+        return None if self._left else self._counts
+
+    def _batch(
+        self, slot: int, kv_len_ub: int, flags: SamplingFlags, lengths: HostBatch
+    ) -> DecodeBatch:
+        """A step of full width, whatever that of the batch is: its kernels are compiled."""
+        return DecodeBatch([slot], self._step.caps.num_verify_tokens, kv_len_ub, flags, lengths)
+
+
+def warning(counts: Tensor, other_reading: str) -> str | None:
+    """What to tell the user of the counts of `ReadingCheck.after`, on the host; None: nothing.
+
+    The other reading is clearly better if it would have had more drafts accepted in more of the
+    steps that tell the two apart than chance explains (a sign test).
+    """
+    own, other, own_wins, other_wins = counts.tolist()
+    if other_wins == 0 or other_wins - own_wins < SIGNIFICANT * sqrt(own_wins + other_wins):
+        return None
+    return (
+        f"The draft seems to be misread: in {CHECKED_STEPS} steps {own} of its drafts were right,"
+        f" and at least {other} would have been with {other_reading}. Set that."
+    )
