@@ -22,7 +22,7 @@ from forerun.kernels.elementwise.qk_norm_rope import (
     qk_norm_rope_write_ref,
 )
 from forerun.kernels.elementwise.rms_norm import add_rms_norm_ref, rms_norm_ref
-from forerun.kvcache.layouts import ModelLayout
+from forerun.kvcache.layouts import LatentKV, ModelLayout
 from forerun.kvcache.pools import ModelPools, PoolShape
 from tests.kernels.attention_support import random_tree
 from tests.kernels.cpu_levels import at_levels
@@ -203,3 +203,30 @@ def test_norms_equal_their_references(size: int, dtype: torch.dtype) -> None:
     got, want = (f(x, y, weight, 1e-6) for f in (cpu_norm.add_rms_norm, add_rms_norm_ref))
     check(got[0], want[0])
     assert torch.equal(got[1], want[1])
+
+
+@pytest.mark.parametrize("heads", [4, 40])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_latent_rows(heads: int, dtype: torch.dtype) -> None:
+    """MLA, absorbed: verify passes, trees and prompts; more heads than go together."""
+    draw, sizes = torch.Generator().manual_seed(0), (24, 8)
+    pools = ModelPools(ModelLayout((LatentKV(*sizes, dtype),)), PoolShape(100, PAGE), CPU)
+    pools.latent(0).copy_(torch.randn(pools.latent(0).shape, generator=draw))
+    need = AttentionNeed(
+        "cpu", dtype, sum(sizes), heads, 1, frozenset(), mla=True, latent_dim=24, dense=False
+    )
+    assert not CpuAttention.why_unfit(need)
+    table = 1 + torch.randperm(99, generator=draw)[:90].view(2, -1).int()
+    start = torch.tensor([3, 200], dtype=torch.int32)
+    tree = torch.tensor([random_tree(9, draw) for _ in range(2)])
+    batches = [
+        AttentionBatch(table, start, 209, q_len=9),
+        AttentionBatch(table, start, 209, q_len=9, tree=tree),
+        AttentionBatch(table, start, 260, ragged=((3, 30), (200, 60))),
+    ]
+    ours, reference = (kind(need, pools) for kind in (CpuAttention, TorchNative))
+    assert ours.absorbed_speedup == float("inf")  # prompts are not expanded
+    spec = AttentionSpec(LayerMask(), 0.2)
+    for batch, tokens in zip(batches, (18, 18, 90), strict=True):
+        q = torch.randn(tokens, heads, sum(sizes), generator=draw).to(dtype)
+        check(*(each.attend_latent(each.plan(batch), 0, spec, q) for each in (ours, reference)))

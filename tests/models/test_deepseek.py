@@ -120,7 +120,7 @@ def test_dense_layers_and_mixtures() -> None:
     assert kinds == [True, False, False]
 
 
-def test_shared_experts_follow_the_routed_ones(tmp_path: Path) -> None:
+def test_shared_experts_follow_the_routed_ones(tmp_path: Path, without_cpu_kernels: None) -> None:
     """Expert i has rows i * I and on of gate and up, and these columns of down."""
     folder = save(family("deepseek-v3"), tmp_path)
     tensors = load_file(folder / "model.safetensors")

@@ -241,7 +241,7 @@ def zip_halves(x: Tensor, weight: Tensor) -> list[tuple[Tensor, Tensor]]:
 
 @pytest.mark.parametrize("tokens", [1, 2, 3])
 def test_norm_logits_and_choice_fused_for_few_tokens(
-    monkeypatch: pytest.MonkeyPatch, tokens: int
+    monkeypatch: pytest.MonkeyPatch, tokens: int, without_cpu_kernels: None
 ) -> None:
     """As on Hopper, with reference implementations: the same output and residual as one by one."""
     torch.manual_seed(0)

@@ -6,6 +6,7 @@ steps agree to the last bit.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -35,6 +36,7 @@ from forerun.kernels.cpu.attention import (
     qk_norm_rope_write,
 )
 from forerun.kernels.elementwise.qk_norm_rope import RopePositions
+from forerun.kvcache.layouts import LatentKV
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -55,6 +57,7 @@ class CpuAttention(PagedBackend):
         dtypes=DTYPES,
         kv_dtypes=DTYPES,
         cpu_graph=True,
+        mla=True,
         mixed_layouts=True,
         sinks=True,
         logit_softcap=True,
@@ -74,9 +77,14 @@ class CpuAttention(PagedBackend):
     def why_unfit(cls, need: AttentionNeed) -> list[str]:
         reasons = super().why_unfit(need)
         group = need.num_heads // need.num_kv_heads
-        if group > MAX_GROUP:
+        if group > MAX_GROUP and need.dense:
             reasons.append(f"{group} query heads share a K/V head; it takes up to {MAX_GROUP}")
         return reasons
+
+    @property
+    def absorbed_speedup(self) -> float:
+        """Prompts never expand K and V: a token's bits would not be those of a decode step."""
+        return math.inf
 
     def plan(self, batch: AttentionBatch, buffers: Buffers | None = None) -> CpuPlan:
         page = self.pools.page_size
@@ -125,3 +133,15 @@ class CpuAttention(PagedBackend):
             tokens = replace(tokens, tree=None)
         scores = Scores(spec.scale, block, spec.mask.window, spec.logit_softcap, spec.sinks)
         return paged_attention(q, kv, tokens, scores)
+
+    def attend_latent(self, plan: Plan, layer: int, spec: AttentionSpec, q: Tensor) -> Tensor:
+        """Rows are K and V; of the output, what is not V is dropped. Heads go in groups."""
+        assert isinstance(plan, CpuPlan)
+        batch, rows = plan.batch, self.pools.latent(layer).unsqueeze(2)  # one K/V head
+        kv = PagedKV(rows, rows, batch.page_table, batch.start)
+        scores = Scores(spec.scale, window=spec.mask.window)
+        parts = [paged_attention(each, kv, plan.tokens, scores) for each in q.split(MAX_GROUP, 1)]
+        out = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        kind = self.pools.layout.layers[layer]
+        assert isinstance(kind, LatentKV)
+        return out[..., : kind.latent_dim]

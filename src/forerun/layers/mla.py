@@ -22,9 +22,12 @@ from forerun.attention.base import (
     RopeInput,
 )
 from forerun.attention.latent import LatentDims
+from forerun.kernels.cpu import gemm as cpu
+from forerun.kernels.cpu import library
 from forerun.kernels.elementwise.latent_norm_rope import LatentNorm
 from forerun.kernels.elementwise.qk_norm_rope import rotate
 from forerun.kernels.gemm.head_gemm import head_gemm
+from forerun.kernels.runtime.jit import use_triton
 from forerun.kvcache.layouts import LatentKV
 from forerun.layers.attention import KVLayer
 from forerun.layers.communication import WeightPlacement
@@ -56,13 +59,24 @@ class LatentUpProjection(LatentProjection, Module):
         self._by_head = self.weight.view(self.num_heads, dims.nope + dims.v, dims.latent)
         self._w_uk = self._by_head[:, : dims.nope]  # [Hq, Dn, R]
         self._w_uv_t = self._by_head[:, dims.nope :].transpose(1, 2)  # [Hq, R, Dv]
+        self._packed: tuple[cpu.PackedWeights, cpu.PackedWeights] | None = None
+        if library.serves(self.weight.dtype, self.weight.device) and not use_triton(self.weight):
+            both = self._w_uk.transpose(1, 2), self._w_uv_t.transpose(1, 2)
+            if all(cpu.fits(each[0], cpu.plain_format(each.dtype)) for each in both):
+                self._packed = cpu.PackedWeights.pack(both[0]), cpu.PackedWeights.pack(both[1])
 
     def absorb(self, q_nope: Tensor, out: Tensor) -> None:
-        head_gemm(q_nope, self._w_uk, out)
+        if self._packed is None:
+            head_gemm(q_nope, self._w_uk, out)
+        else:
+            cpu.head_gemm(q_nope, self._packed[0], out)
 
     def project_v(self, latent: Tensor) -> Tensor:
         out = latent.new_empty(*latent.shape[:2], self.dims.v)
-        head_gemm(latent, self._w_uv_t, out)
+        if self._packed is None:
+            head_gemm(latent, self._w_uv_t, out)
+        else:
+            cpu.head_gemm(latent, self._packed[1], out)
         return out
 
     def __call__(self, rows: Tensor, heads: slice) -> tuple[Tensor, Tensor]:

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.core.errors import ConfigError, divisors
+from forerun.kernels.cpu import gemm as cpu
 from forerun.kernels.gemm.gemm import DeferredNorm
 from forerun.kernels.gemm.quantized import QuantizedWeight
 from forerun.kernels.moe.align import of_experts
@@ -37,9 +38,10 @@ from forerun.kernels.moe.router_logits_sm90 import (
     norm_fits,
     router_logits_sm90,
 )
-from forerun.kernels.moe.routing import Routed, RouterLogits, Routing
+from forerun.kernels.moe.routing import Routed, RouterLogits, Routing, route_ref
 from forerun.kernels.runtime.gpu import gpu_of
 from forerun.layers.communication import Communicator, UnreducedRank, WeightPlacement
+from forerun.layers.experts_cpu import cpu_experts_serve, pack_cpu_experts
 from forerun.layers.gemm import Gemm, plain_gemm_for
 from forerun.layers.linear import Hidden, Pending, PendingGemm, Rows
 from forerun.layers.mlp import GatedMLP
@@ -79,6 +81,7 @@ class Router(Module):
             else None
         )
         self._counts = torch.empty(0)
+        self._packed: cpu.PackedWeight | None = None  # of our kernels for CPUs
 
     def weights(self, prefix: str = "") -> dict[str, Tensor]:
         out = {f"{prefix}weight": self.weight}
@@ -90,10 +93,16 @@ class Router(Module):
 
     def prepare(self) -> None:
         self._counts = new_counts(self.routing, self.weight.device)
+        if cpu_experts_serve(self.weight):
+            exact = self.routing.float32_logits
+            self._packed = cpu.pack(self.weight.float() if exact else self.weight, self.bias)
 
     def __call__(self, x: Tensor) -> Routed:
         """x [T, H] -> experts and weights of T tokens."""
         correction = self.e_score_correction_bias
+        if self._packed is not None:
+            logits = cpu.gemm(x.to(self._packed.dtype), self._packed)
+            return route_ref(logits, correction, self.routing, self.routing.num_shared)
         return route(x, self.weight, correction, self.routing, self._counts, self.bias)
 
     def logits_for_experts(self, x: Tensor, width: int) -> RouterLogits | None:
@@ -318,6 +327,9 @@ class Experts(Module):
             self.quantized_gemm = (
                 self._packed.describe if self._packed else "dequantized when loaded"
             )
+        if self._packed is None and cpu_experts_serve(self.w13):
+            self._packed = pack_cpu_experts(self.w13, self.w2, self.activation)
+            self.w13, self.w2 = (w.new_empty(0, *w.shape[1:]) for w in (self.w13, self.w2))
         self._shared_gate_up = [plain_gemm_for(w13) for w13 in self.w13[self.num_experts :]]
 
     def routed_here(self, routed: Routed | RouterLogits) -> Routed:
@@ -490,7 +502,8 @@ class SharedExpertMoE(SparseMoE):
         if logits is None and self.experts.can_choose:
             logits = self.gate.logits_for_experts(x, self.experts.width)
         routed = self.gate(x) if logits is None else logits
-        return self.experts(x, routed, GatedOutput(x, self.shared_expert_gate.weight, value))
+        gate = self.shared_expert_gate
+        return self.experts(x, routed, GatedOutput(x, gate.weight, value, gate.packed))
 
 
 class OutputGate(Module):
@@ -498,9 +511,14 @@ class OutputGate(Module):
 
     def __init__(self, hidden_size: int, place: WeightPlacement) -> None:
         self.weight = place.empty(1, hidden_size)
+        self.packed: cpu.PackedWeight | None = None  # of our kernels for CPUs
 
     def weights(self, prefix: str = "") -> dict[str, Tensor]:
         return {f"{prefix}weight": self.weight}
+
+    def prepare(self) -> None:
+        if cpu_experts_serve(self.weight):
+            self.packed = cpu.pack(self.weight)
 
 
 class PendingExperts(Pending):

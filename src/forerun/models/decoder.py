@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from forerun.attention.base import AttentionContext, LayerMask, Mask
 from forerun.config.model_config import ModelConfig
+from forerun.kernels.cpu.functions import tanh
 from forerun.layers.communication import WeightPlacement
 from forerun.layers.embedding import LMHead, VocabEmbedding
 from forerun.layers.linear import Hidden
@@ -35,7 +35,7 @@ class Scales:
         if self.logits != 1:
             logits = logits / self.logits
         if self.logit_softcap is not None:
-            logits = torch.tanh(logits / self.logit_softcap) * self.logit_softcap
+            logits = tanh(logits / self.logit_softcap) * self.logit_softcap
         return logits
 
 

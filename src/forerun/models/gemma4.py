@@ -18,13 +18,13 @@ from dataclasses import replace
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.attention.base import AttentionContext, AttentionSpec, LayerMask, RopeInput
 from forerun.config.model_config import ModelConfig
 from forerun.config.rope_config import PROPORTIONAL
 from forerun.core.errors import ConfigError
+from forerun.kernels.cpu.functions import gelu_tanh
 from forerun.kernels.elementwise.value_norm import norm_values
 from forerun.kernels.gemm.gemm import DeferredNorm
 from forerun.kernels.moe.experts import GELU_TANH, combine
@@ -242,7 +242,7 @@ class Gemma4DecoderLayer(SandwichNormDecoderLayer):
 
     def _of_input(self, x: Tensor, per_layer_input: Tensor) -> Tensor:
         """x [T, H], per_layer_input [T, P] -> [T, H]."""
-        gate = F.gelu(self.per_layer_input_gate(x), approximate="tanh")
+        gate = gelu_tanh(self.per_layer_input_gate(x))
         return self.post_per_layer_input_norm(self.per_layer_projection(gate * per_layer_input))
 
 

@@ -74,9 +74,9 @@ class GptOssExperts(Experts):
         return {f"{prefix}gate_up_proj": (0, _pairs), f"{prefix}down_proj": (1, lambda w2: w2)}
 
     def prepare(self) -> None:
-        super().prepare()
         if not self._adds_bias:
             self.activation.b2.zero_()
+        super().prepare()
 
 
 def _pairs(gate_up: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 from forerun.attention.base import AttentionContext, LayerMask, RopeInput
 from forerun.config.model_config import ModelConfig
 from forerun.core.errors import ConfigError
+from forerun.kernels.cpu.functions import sigmoid
 from forerun.kernels.gemm.gemm import DeferredNorm
 from forerun.layers.communication import WeightPlacement
 from forerun.layers.gated_delta_net import DeltaHeads, GatedDeltaNet
@@ -49,7 +50,7 @@ class GatedAttention(SelfAttention):
         self, x: Tensor | DeferredNorm, rope: RopeInput, ctx: AttentionContext
     ) -> PendingGemm:
         qkv, gate = self.qkv_proj(x).split_with_sizes(self._widths, 1)
-        return self.o_proj(self.attn(qkv, rope, ctx) * torch.sigmoid(gate))
+        return self.o_proj(self.attn(qkv, rope, ctx) * sigmoid(gate))
 
 
 def is_linear(config: ModelConfig, layer_id: int) -> bool:

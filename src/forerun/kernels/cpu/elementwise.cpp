@@ -1,4 +1,7 @@
-// RMSNorm, and what lies between a QKV GEMM and the K/V pool: QK-norm, RoPE and the write.
+// RMSNorm, functions of single values and log-sum-exp; and what lies between a QKV GEMM and the K/V
+// pool: QK-norm, RoPE and the write.
+#include <algorithm>
+
 #include "norm.h"
 #include "parallel.h"
 
@@ -95,6 +98,54 @@ void rope_write(const RopeWrite& a, int threads) {
     });
 }
 
+enum Function : int32_t { SIGMOID = 0, TANH = 1, GELU_TANH = 2 };
+
+// f(x) of any number of values. A value's result does not depend on its place.
+template <class T>
+void apply(int32_t function, const T* x, int64_t size, T* out, int threads) {
+    constexpr int64_t BLOCK = 4096;
+    const auto f = [&](Vec v) {
+        return function == SIGMOID ? sigmoid_vec(v)
+               : function == TANH  ? tanh_vec(v)
+                                   : gelu_tanh_vec(v);
+    };
+    parallel_for((size + BLOCK - 1) / BLOCK, size < 4 * BLOCK ? 1 : threads, [&](int64_t b) {
+        int64_t i = b * BLOCK;
+        const int64_t end = std::min(size, i + BLOCK);
+        for (; i + LANES <= end; i += LANES) store_floats(out + i, f(load_floats(x + i)));
+        for (; i < end; i++) out[i] = from_float<T>(f(broadcast(to_float(x[i])))[0]);
+    });
+}
+
+template <class T>
+bool has_nan(const T* x, int64_t size) {
+    return std::any_of(x, x + size, [](T value) { return to_float(value) != to_float(value); });
+}
+
+// log of the sum of exp(x) of a row; NaN if it has a NaN or +inf, -inf if it has nothing else.
+template <class T>
+float log_sum_exp(const T* x, int64_t size) {
+    Vec most = broadcast(-INFINITY);
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) {
+        const Vec value = load_floats(x + i);
+        most = value > most ? value : most;
+    }
+    float largest = max_lanes(most);
+    for (; i < size; i++) largest = std::max(largest, to_float(x[i]));
+    if (std::isinf(largest)) return largest < 0 && !has_nan(x, size) ? largest : NAN;
+    double sum = 0;
+    for (int64_t block = 0; block < size; block += 1024) {  // so that few are added in float32
+        const int64_t end = std::min(size, block + 1024);
+        Vec sums = {};
+        for (i = block; i + LANES <= end; i += LANES) sums += exp_vec(load_floats(x + i) - largest);
+        float rest = sum_lanes(sums);
+        for (; i < end; i++) rest += exp_one(to_float(x[i]) - largest);
+        sum += double(rest);
+    }
+    return largest + float(std::log(sum));
+}
+
 }  // namespace forerun
 
 using namespace forerun;
@@ -109,6 +160,22 @@ void forerun_rms_norm(const void* x, const void* residual, const void* weight, i
                       int32_t threads) {
     (is_bfloat16 ? rms_norm<BFloat16> : rms_norm<float>)(x, residual, weight, rows, size, eps,
                                                          total, out, threads);
+}
+
+void forerun_apply(int32_t function, const void* x, int64_t size, void* out, int32_t is_bfloat16,
+                   int32_t threads) {
+    if (is_bfloat16)
+        apply(function, static_cast<const BFloat16*>(x), size, static_cast<BFloat16*>(out), threads);
+    else
+        apply(function, static_cast<const float*>(x), size, static_cast<float*>(out), threads);
+}
+
+void forerun_log_sum_exp(const void* x, int64_t rows, int64_t size, float* out,
+                         int32_t is_bfloat16, int32_t threads) {
+    parallel_for(rows, threads, [&](int64_t r) {
+        out[r] = is_bfloat16 ? log_sum_exp(static_cast<const BFloat16*>(x) + r * size, size)
+                             : log_sum_exp(static_cast<const float*>(x) + r * size, size);
+    });
 }
 
 void forerun_rope_write(const RopeWrite* a, int32_t threads) {

@@ -628,6 +628,181 @@ void pack_row(const T* row, int64_t r, int64_t k, int32_t kind, void* data, BFlo
     }
 }
 
+// The experts of a mixture: y = sum over a token's choices of weight * down(act(gate, up)).
+// In Python: `_Experts` in experts.py.
+struct Experts {
+    const Weight* const* gate_up;  // [E]: [2 I, H], gate rows first
+    const Weight* const* down;     // [E]: [H, I]
+    const void* x;                 // [T, H]
+    const int32_t* experts;        // [T, choices]; ids from E on are computed elsewhere
+    const float* weights;          // [T, choices]
+    float* out;                    // [T, H]
+    int64_t tokens, choices, num_experts;
+    int32_t activation;  // `Activation`
+    float alpha, limit;  // of CLAMPED
+    int32_t bfloat16_tokens;
+};
+
+enum Activation : int32_t { SILU = 0, GELU_TANH = 1, CLAMPED = 2 };
+
+// (up + 1) * gate * sigmoid(alpha * gate), of clamped values.
+inline Vec clamped_mul(Vec gate, Vec up, float alpha, float limit) {
+    const Vec most = broadcast(limit), least = broadcast(-limit);
+    gate = gate > most ? most : gate;
+    up = up > most ? most : up < least ? least : up;
+    return (up + 1.0f) * gate / (1.0f + exp_vec(gate * -alpha));
+}
+
+// A row's act(gate, up), in the type of the tokens.
+template <class T>
+void activate_row(const Experts& e, const float* gate, const float* up, int64_t size, T* out) {
+    if (e.activation == SILU) return silu_mul_row(gate, up, size, out);
+    const auto act = [&](Vec g, Vec u) {
+        return e.activation == GELU_TANH ? gelu_tanh_vec(g) * u
+                                         : clamped_mul(g, u, e.alpha, e.limit);
+    };
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES)
+        store_floats(out + i, act(load<Vec>(gate + i), load<Vec>(up + i)));
+    for (; i < size; i++) out[i] = from_float<T>(act(broadcast(gate[i]), broadcast(up[i]))[0]);
+}
+
+// Pairs of a token and a choice, those of one expert next to each other.
+struct Pairs {
+    std::vector<int64_t> first;  // [E + 1]: of each expert
+    std::vector<int64_t> pair;   // by place: token * choices + choice
+    std::vector<int64_t> place;  // by pair; -1: computed elsewhere
+
+    explicit Pairs(const Experts& e)
+        : first(size_t(e.num_experts + 1)), pair(size_t(e.tokens * e.choices)),
+          place(size_t(e.tokens * e.choices), -1) {
+        const int64_t count = e.tokens * e.choices;
+        for (int64_t p = 0; p < count; p++)
+            if (e.experts[p] < e.num_experts) first[size_t(e.experts[p] + 1)]++;
+        for (size_t i = 1; i < first.size(); i++) first[i] += first[i - 1];
+        std::vector<int64_t> next(first.begin(), first.end() - 1);
+        for (int64_t p = 0; p < count; p++)
+            if (e.experts[p] < e.num_experts) {
+                place[size_t(p)] = next[size_t(e.experts[p])]++;
+                pair[size_t(place[size_t(p)])] = p;
+            }
+    }
+    int64_t count() const { return first.back(); }
+};
+
+// `multiply` by a weight that has the values of the plain one.
+template <class T, class Sink>
+void multiply_as(const Weight& w, const Tokens& tokens, int64_t first, int64_t count,
+                 int64_t begin, int64_t end, Sink& sink) {
+    if constexpr (std::is_same_v<T, BFloat16>)
+        multiply<BFLOAT16>(w, tokens, first, count, begin, end, 0, sink);
+    else if (w.kind == WIDENED)
+        multiply<WIDENED>(w, tokens, first, count, begin, end, 0, sink);
+    else
+        multiply<FLOAT32>(w, tokens, first, count, begin, end, 0, sink);
+}
+
+// The GEMM of every expert with the rows of its pairs, x [pairs, K]; sink(weight, part).
+template <class T, class Sink>
+void multiply_experts(const Weight* const* weights, const Pairs& pairs, const T* x, int threads,
+                      Sink&& sink) {
+    struct Item {
+        const Weight* weight;
+        int64_t first, count, begin, end;
+    };
+    std::vector<Item> items;
+    for (size_t e = 0; e + 1 < pairs.first.size(); e++) {
+        const Weight& w = *weights[e];
+        const int64_t count = pairs.first[e + 1] - pairs.first[e];
+        const int64_t blocks = (count + TOKEN_BLOCK - 1) / TOKEN_BLOCK;
+        const int64_t share = share_of(w, threads), panels = panels_of(w);
+        for (int64_t b = 0; b < blocks; b++)
+            for (int64_t begin = 0; begin < panels; begin += share) {
+                const int64_t from = count * b / blocks, to = count * (b + 1) / blocks;
+                const int64_t end = std::min(begin + share, panels);
+                items.push_back({&w, pairs.first[e] + from, to - from, begin, end});
+            }
+    }
+    parallel_for(int64_t(items.size()), threads, [&](int64_t i) {
+        const auto [w, first, count, begin, end] = items[size_t(i)];
+        const Weight& weight = *w;
+        const Tokens tokens = {x, weight.k, nullptr, nullptr, 0};
+        const auto each = [&](const Part& part) { sink(weight, part); };
+        multiply_as<T>(weight, tokens, first, count, begin, end, each);
+    });
+}
+
+template <class T>
+void run_experts(const Experts& e, int threads) {
+    const Pairs pairs(e);
+    const int64_t count = pairs.count(), hidden = e.down[0]->n, width = e.down[0]->k;
+    T* rows = scratch<T, 6>(count * std::max(hidden, width));
+    const T* x = static_cast<const T*>(e.x);
+    parallel_for(count, count >= 64 ? threads : 1, [&](int64_t i) {
+        std::copy_n(x + pairs.pair[size_t(i)] / e.choices * hidden, hidden, rows + i * hidden);
+    });
+    float* gate_up = scratch<float, 7>(count * std::max(2 * width, hidden));
+    multiply_experts<T>(e.gate_up, pairs, rows, threads, [&](const Weight& w, const Part& part) {
+        for (int64_t t = 0; t < part.tokens; t++) {
+            float* row = gate_up + (part.first_token + t) * w.n + part.first_column;
+            each_output(
+                w, part, t, [&](Vec v, int64_t i) { store(row + i, v); },
+                [&](float v, int64_t i) { row[i] = v; });
+        }
+    });
+    parallel_for(count, count >= 16 ? threads : 1, [&](int64_t i) {
+        const float* gate = gate_up + 2 * i * width;
+        activate_row(e, gate, gate + width, width, rows + i * width);
+    });
+    float* down = gate_up;  // weighted
+    multiply_experts<T>(e.down, pairs, rows, threads, [&](const Weight& w, const Part& part) {
+        for (int64_t t = 0; t < part.tokens; t++) {
+            const int64_t at = part.first_token + t;
+            const float weight = e.weights[pairs.pair[size_t(at)]];
+            float* row = down + at * w.n + part.first_column;
+            each_output(
+                w, part, t, [&](Vec v, int64_t i) { store(row + i, v * weight); },
+                [&](float v, int64_t i) { row[i] = v * weight; });
+        }
+    });
+    parallel_for(e.tokens, e.tokens >= 16 ? threads : 1, [&](int64_t t) {
+        float* out = e.out + t * hidden;
+        std::fill_n(out, hidden, 0.0f);
+        for (int64_t c = 0; c < e.choices; c++) {  // in their order
+            const int64_t place = pairs.place[size_t(t * e.choices + c)];
+            for (int64_t i = 0; i < hidden && place >= 0; i++) out[i] += down[place * hidden + i];
+        }
+    });
+}
+
+// A GEMM per head: out[t, h] = x[t, h] W_hᵀ. In Python: `_HeadGemm` in gemm.py.
+struct HeadGemm {
+    const Weight* const* weights;  // [heads]: [N, K] each
+    const void* x;                 // [T, heads, K]
+    void* out;                     // [T, heads, N]
+    int64_t tokens, heads, x_token_stride, x_head_stride, out_token_stride, out_head_stride;
+    int32_t bfloat16_tokens;
+};
+
+template <class T>
+void head_gemm(const HeadGemm& g, int threads) {
+    parallel_for(g.heads, threads, [&](int64_t h) {
+        const Weight& w = *g.weights[h];
+        const T* x = static_cast<const T*>(g.x) + h * g.x_head_stride;
+        T* out = static_cast<T*>(g.out) + h * g.out_head_stride;
+        const auto sink = [&](const Part& part) {
+            for (int64_t t = 0; t < part.tokens; t++) {
+                T* row = out + (part.first_token + t) * g.out_token_stride + part.first_column;
+                each_output(
+                    w, part, t, [&](Vec v, int64_t i) { store_floats(row + i, v); },
+                    [&](float v, int64_t i) { row[i] = from_float<T>(v); });
+            }
+        };
+        const Tokens tokens = {x, g.x_token_stride, nullptr, nullptr, 0};
+        multiply_as<T>(w, tokens, 0, g.tokens, 0, panels_of(w), sink);
+    });
+}
+
 }  // namespace forerun
 
 using namespace forerun;
@@ -706,6 +881,14 @@ void forerun_gemm_argmax(const Weight* w, const void* x, int64_t m, int64_t* ids
                          int32_t threads) {
     (w->bfloat16_tokens ? gemm_argmax<BFloat16> : gemm_argmax<float>)(*w, x, m, ids,
                                                                       threads);
+}
+
+void forerun_head_gemm(const HeadGemm* g, int32_t threads) {
+    (g->bfloat16_tokens ? head_gemm<BFloat16> : head_gemm<float>)(*g, threads);
+}
+
+void forerun_experts(const Experts* e, int32_t threads) {
+    (e->bfloat16_tokens ? run_experts<BFloat16> : run_experts<float>)(*e, threads);
 }
 
 }  // extern "C"

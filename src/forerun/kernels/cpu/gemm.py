@@ -15,6 +15,7 @@ PyTorch's: `torch.get_num_threads()`.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from ctypes import c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from enum import Enum
@@ -167,6 +168,56 @@ def gemm_argmax(x: Tensor, w: PackedWeight) -> Tensor:
     ids = x.new_empty(x.shape[0], dtype=torch.int64)
     call("forerun_gemm_argmax", w.address, x.data_ptr(), x.shape[0], ids.data_ptr())
     return ids
+
+
+class _HeadGemm(ctypes.Structure):
+    """`HeadGemm` in gemm.cpp."""
+
+    _fields_ = (
+        ("weights", c_void_p),
+        ("x", c_void_p),
+        ("out", c_void_p),
+        ("tokens", c_int64),
+        ("heads", c_int64),
+        ("x_token_stride", c_int64),
+        ("x_head_stride", c_int64),
+        ("out_token_stride", c_int64),
+        ("out_head_stride", c_int64),
+        ("bfloat16_tokens", c_int32),
+    )
+
+
+class PackedWeights:
+    """Weights of equal shape, and their addresses in a row."""
+
+    def __init__(self, weights: Sequence[PackedWeight]) -> None:
+        self.weights = list(weights)
+        self._table = (c_void_p * len(self.weights))(*(w.address for w in self.weights))
+        self.address = ctypes.addressof(self._table)
+
+    def __len__(self) -> int:
+        return len(self.weights)
+
+    @classmethod
+    def pack(cls, weights: Tensor, biases: Tensor | None = None) -> PackedWeights:
+        """Packs weights [E, N, K], and biases [E, N], one by one."""
+        of = [None] * len(weights) if biases is None else biases
+        return cls([pack(weight, bias) for weight, bias in zip(weights, of, strict=True)])
+
+
+def head_gemm(x: Tensor, weights: PackedWeights, out: Tensor) -> None:
+    """out[t, h] = x[t, h] W_hᵀ for the weights [N, K] of each head.
+
+    Args:
+        x: [T, heads, K], tokens and heads at any stride.
+        out: [T, heads, N], likewise, written.
+    """
+    assert x.stride(2) == out.stride(2) == 1
+    arguments = _HeadGemm(
+        weights.address, x.data_ptr(), out.data_ptr(), *x.shape[:2], *x.stride()[:2],
+        *out.stride()[:2], x.dtype == torch.bfloat16,
+    )  # fmt: skip
+    call("forerun_head_gemm", ctypes.addressof(arguments), keep=(arguments, x, out))
 
 
 def take_packed_rows(w: PackedWeight, ids: Tensor) -> Tensor:

@@ -53,7 +53,17 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
     "forerun_prompt_lookup": (c_void_p, c_int32),
     "forerun_suffix_append": (c_void_p, c_int32),
     "forerun_suffix_drafts": (c_void_p, c_int32),
+    "forerun_experts": (c_void_p, c_int32),
+    "forerun_causal_conv": (c_void_p, c_int32),
+    "forerun_gated_delta": (c_void_p, c_int32),
+    "forerun_gated_norm": (
+        c_void_p, c_void_p, c_void_p, c_void_p, c_float, c_void_p, c_int32, c_int32
+    ),
+    "forerun_apply": (c_int32, c_void_p, c_int64, c_void_p, c_int32, c_int32),
+    "forerun_log_sum_exp": (c_void_p, c_int64, c_int64, c_void_p, c_int32, c_int32),
+    "forerun_head_gemm": (c_void_p, c_int32),
     # Not of steps.
+    "forerun_replay_delta": (c_void_p, c_void_p, c_void_p, c_void_p, c_int32),
     "forerun_pack": (
         c_void_p, c_int32, c_int64, c_int64, c_int32, c_void_p, c_void_p, c_int32
     ),

@@ -11,7 +11,8 @@ using Out = void*;
 enum Kernel : int64_t {
     GEMM, GEMM_ADD_NORM, GEMM_SILU_MUL, GEMM_ARGMAX, RMS_NORM, ROPE_WRITE, ATTENTION, TAKE_ROWS,
     DECODE_INPUTS, VERIFY_INPUTS, ACCEPT_COMMIT, RING_WRITE, TAKE_PACKED_ROWS, KV_SLOTS,
-    COPY_ROWS, RING_READ, PROMPT_LOOKUP, SUFFIX_APPEND, SUFFIX_DRAFTS,
+    COPY_ROWS, RING_READ, PROMPT_LOOKUP, SUFFIX_APPEND, SUFFIX_DRAFTS, EXPERTS,
+    CAUSAL_CONV, GATED_DELTA, GATED_NORM, APPLY, LOG_SUM_EXP, HEAD_GEMM,
 };
 
 // In Python: `_Call` in graph.py. Pointers and integers as they are, floats in the low half.
@@ -52,6 +53,13 @@ void forerun_ring_read(In, int32_t);
 void forerun_prompt_lookup(In, int32_t);
 void forerun_suffix_append(In, int32_t);
 void forerun_suffix_drafts(In, int32_t);
+void forerun_experts(In, int32_t);
+void forerun_causal_conv(In, int32_t);
+void forerun_gated_delta(In, int32_t);
+void forerun_gated_norm(In, In, In, In, float, Out, int32_t, int32_t);
+void forerun_apply(int32_t, In, int64_t, Out, int32_t, int32_t);
+void forerun_log_sum_exp(In, int64_t, int64_t, Out, int32_t, int32_t);
+void forerun_head_gemm(In, int32_t);
 void forerun_copy_rows(In, int64_t, int64_t, int64_t, Out, int64_t, int32_t);
 
 static void run(const Call& c, int32_t threads) {
@@ -82,6 +90,17 @@ static void run(const Call& c, int32_t threads) {
         case PROMPT_LOOKUP: return forerun_prompt_lookup(c.in(0), threads);
         case SUFFIX_APPEND: return forerun_suffix_append(c.in(0), threads);
         case SUFFIX_DRAFTS: return forerun_suffix_drafts(c.in(0), threads);
+        case EXPERTS: return forerun_experts(c.in(0), threads);
+        case CAUSAL_CONV: return forerun_causal_conv(c.in(0), threads);
+        case GATED_DELTA: return forerun_gated_delta(c.in(0), threads);
+        case GATED_NORM:
+            return forerun_gated_norm(c.in(0), c.in(1), c.in(2), c.in(3), c.real(4), c.out(5),
+                                      int32_t(w[6]), threads);
+        case APPLY:
+            return forerun_apply(int32_t(w[0]), c.in(1), w[2], c.out(3), int32_t(w[4]), threads);
+        case LOG_SUM_EXP:
+            return forerun_log_sum_exp(c.in(0), w[1], w[2], c.out(3), int32_t(w[4]), threads);
+        case HEAD_GEMM: return forerun_head_gemm(c.in(0), threads);
         case COPY_ROWS:
             return forerun_copy_rows(c.in(0), w[1], w[2], w[3], c.out(4), w[5], threads);
     }

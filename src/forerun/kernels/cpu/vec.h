@@ -210,4 +210,27 @@ inline Vec exp_vec(Vec x) {
 
 inline float exp_one(float x) { return exp_vec(broadcast(x))[0]; }
 
+inline Vec sigmoid_vec(Vec x) { return 1.0f / (1.0f + exp_vec(-x)); }
+
+// tanh(x) to about 2 ulp: an odd polynomial near 0 (Cephes' tanhf), else by exp(2 |x|).
+inline Vec tanh_vec(Vec x) {
+    const Vec size = bits_as<Vec>(bits_as<BitVec>(x) & 0x7fffffffu);
+    const Vec z = x * x;
+    Vec p = broadcast(-5.70498872745e-3f);
+    p = mul_add(p, z, 2.06390887954e-2f);
+    p = mul_add(p, z, -5.37397155531e-2f);
+    p = mul_add(p, z, 1.33314422036e-1f);
+    p = mul_add(p, z, -3.33332819422e-1f);
+    const Vec near = mul_add(p * z, x, x);
+    const Vec large = 1.0f - 2.0f / (exp_vec(size + size) + 1.0f);
+    const Vec far = x < 0.0f ? -large : large;
+    return size < 0.625f ? near : far;  // NaN: far, which is NaN
+}
+
+// GELU in its tanh form (arXiv 1606.08415).
+inline Vec gelu_tanh_vec(Vec x) {
+    const Vec inner = 0.7978845608028654f * mul_add(0.044715f * x * x, x, x);
+    return 0.5f * x * (1.0f + tanh_vec(inner));
+}
+
 }  // namespace forerun

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forerun.kernels.cpu.functions import gelu_tanh
 from forerun.kernels.elementwise.rms_norm import sum_split_k_ref
 from forerun.kernels.runtime.gpu import vector_warps
 from forerun.kernels.runtime.jit import jit, tl, use_triton
@@ -27,7 +28,7 @@ def silu_mul_ref(gate_up: Tensor, dtype: torch.dtype) -> Tensor:
 def gelu_tanh_mul_ref(gate_up: Tensor) -> Tensor:
     """Reference implementation of `gelu_tanh_mul`."""
     gate, up = gate_up.chunk(2, -1)
-    return F.gelu(gate, approximate="tanh").mul_(up)
+    return gelu_tanh(gate).mul_(up)
 
 
 def silu_mul(gate_up: Tensor, dtype: torch.dtype) -> Tensor:

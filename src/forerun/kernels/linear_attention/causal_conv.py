@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forerun.kernels.cpu import linear_attention as cpu
+from forerun.kernels.cpu.library import serves
 from forerun.kernels.linear_attention.chunks import CHUNK, PromptChunks
 from forerun.kernels.runtime.jit import jit, tl, triton, use_triton
 from forerun.kernels.runtime.pdl import pdl_options
@@ -48,6 +50,8 @@ def causal_conv_update(
         [B · q_len, C].
     """
     if not use_triton(x):
+        if serves(x.dtype, x.device):
+            return causal_conv_cpu(x, weight, state, parents=parents)
         return causal_conv_update_ref(x, weight, state, parents)
     batch, (channels, size) = len(state.slots), weight.shape
     assert size <= MAX_KERNEL_SIZE and x.stride(1) == 1
@@ -98,6 +102,8 @@ def causal_conv_prefill(
 ) -> Tensor:
     """Prefill chunks of B requests, nothing pending: x [T, C], any row stride -> [T, C]."""
     if not use_triton(x):
+        if serves(x.dtype, x.device):
+            return causal_conv_cpu(x, weight, state, prompts)
         return causal_conv_prefill_ref(x, weight, state, prompts)
     channels, size = weight.shape
     assert size <= MAX_KERNEL_SIZE and x.stride(1) == 1
@@ -119,6 +125,21 @@ def causal_conv_prefill_ref(
     whole = [torch.cat(pair) for pair in zip(windows, parts, strict=True)]
     state.state.index_copy_(0, slots, torch.stack([each[len(each) - before :] for each in whole]))
     return torch.cat([_conv_silu(each, weight) for each in whole])
+
+
+def causal_conv_cpu(
+    x: Tensor,
+    weight: Tensor,
+    state: ConvState,
+    prompts: PromptChunks | None = None,
+    parents: Tensor | None = None,
+) -> Tensor:
+    """Both kinds of passes by our kernel for CPUs."""
+    chunks = None if prompts is None else prompts.requests
+    width = state.inputs.shape[1]
+    pending = state.slots, state.num_pending, None
+    requests = cpu.Pass.of(pending, len(x), width, chunks, parents)
+    return cpu.causal_conv(x, weight.contiguous(), requests, state.state, state.inputs)
 
 
 def _conv_silu(x: Tensor, weight: Tensor) -> Tensor:

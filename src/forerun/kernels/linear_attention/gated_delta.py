@@ -22,6 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forerun.kernels.cpu import linear_attention as cpu
+from forerun.kernels.cpu.library import serves
 from forerun.kernels.linear_attention.chunks import CHUNK, PromptChunks
 from forerun.kernels.runtime.jit import jit, tl, triton, use_triton
 from forerun.kernels.runtime.pdl import pdl_options
@@ -75,6 +77,8 @@ def gated_delta_update(
         o [B · q_len, HV, Dv], in qkv's dtype.
     """
     if not use_triton(qkv):
+        if _on_cpu(qkv, state):
+            return gated_delta_cpu(qkv, gates, state, parents=parents)
         return gated_delta_update_ref(qkv, gates, state, parents)
     batch, (_, v_heads, k_dim, v_dim) = len(state.slots), state.state.shape
     width, _, k_heads, _ = state.k.shape[1:]
@@ -91,6 +95,28 @@ def gated_delta_update(
         num_warps=1, **pdl_options(qkv),
     )  # fmt: skip
     return out
+
+
+def _on_cpu(qkv: Tensor, state: DeltaState) -> bool:
+    """Whether our kernels for CPUs serve; states in bfloat16 are rounded after every pass."""
+    return serves(qkv.dtype, qkv.device) and state.state.dtype == torch.float32
+
+
+def gated_delta_cpu(
+    qkv: Tensor,
+    gates: DeltaGates,
+    state: DeltaState,
+    prompts: PromptChunks | None = None,
+    parents: Tensor | None = None,
+) -> Tensor:
+    """Both kinds of passes by our kernel for CPUs; states are float32."""
+    chunks = None if prompts is None else prompts.requests
+    width = state.delta.shape[1]
+    pending = state.slots, state.num_pending, state.num_passes
+    requests = cpu.Pass.of(pending, len(qkv), width, chunks, parents)
+    own = gates.a, gates.b, gates.decay, gates.dt_bias
+    updates = state.k, state.delta, state.g
+    return cpu.gated_delta(qkv.contiguous(), own, requests, state.state, updates)
 
 
 def update_block_v(num_tokens: int, hip: bool) -> int:
@@ -136,6 +162,8 @@ def gated_delta_prefill(
         o [T, HV, Dv], in qkv's dtype.
     """
     if not use_triton(qkv):
+        if _on_cpu(qkv, state):
+            return gated_delta_cpu(qkv, gates, state, prompts)
         return gated_delta_prefill_ref(qkv, gates, state, prompts)
     (tokens, v_heads), (_, _, k_dim, v_dim) = gates.a.shape, state.state.shape
     k_heads, block_k = state.k.shape[3], max(16, triton.next_power_of_2(k_dim))

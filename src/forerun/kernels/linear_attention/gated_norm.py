@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forerun.kernels.cpu import linear_attention as cpu
+from forerun.kernels.cpu.library import serves
 from forerun.kernels.runtime.jit import jit, tl, triton, use_triton
 from forerun.kernels.runtime.pdl import pdl_options
 
@@ -25,6 +27,8 @@ def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
         [T, H · D], in x's dtype.
     """
     if not use_triton(x):
+        if serves(x.dtype, x.device) and weight.dtype == x.dtype:
+            return cpu.gated_rms_norm(x.contiguous(), z, weight, eps)
         return gated_rms_norm_ref(x, z, weight, eps)
     tokens, heads, dim = x.shape
     assert x.is_contiguous() and z.stride(1) == 1

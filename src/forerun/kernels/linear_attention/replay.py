@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from forerun.kernels.cpu import linear_attention as cpu
+from forerun.kernels.cpu.library import serves
 from forerun.kernels.linear_attention import causal_conv
 from forerun.kernels.linear_attention.gated_delta import (
     DeltaState,
@@ -79,6 +81,8 @@ def replay_conv_ref(conv: ConvStates, to: SnapshotRows) -> None:
 def replay_gated_delta(delta: DeltaStates, to: SnapshotRows) -> None:
     """Writes the states after `to.counts` tokens of the last pass."""
     if not use_triton(delta.state):
+        if serves(delta.state.dtype, delta.state.device) and delta.state.dtype == torch.float32:
+            return replay_gated_delta_cpu(delta, to)
         return replay_gated_delta_ref(delta, to)
     layers, slots, v_heads, k_dim, v_dim = delta.state.shape
     width, _, k_heads, _ = delta.k.shape[2:]
@@ -99,6 +103,16 @@ def replay_gated_delta_ref(delta: DeltaStates, to: SnapshotRows) -> None:
     for state, k, deltas, g, snapshots in every:
         layer = DeltaState(to.slots, counts, to.num_passes, state, k, deltas, g)
         _store(snapshots, apply_updates(layer), to)
+
+
+def replay_gated_delta_cpu(delta: DeltaStates, to: SnapshotRows) -> None:
+    """`replay_gated_delta` by our kernel for CPUs; states are float32."""
+    width, counts = delta.delta.shape[2], to.counts.int().contiguous()
+    pending = to.slots, counts, to.num_passes
+    requests = cpu.Pass.of(pending, len(to.slots), width)
+    every = zip(delta.state, delta.k, delta.delta, delta.g, delta.snapshots, strict=True)
+    for state, k, deltas, g, snapshots in every:
+        cpu.replay_delta(requests, state, (k, deltas, g), counts, to.rows, snapshots)
 
 
 def _store(snapshots: Tensor, states: Tensor, to: SnapshotRows) -> None:

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forerun.kernels.cpu.functions import sigmoid
+from forerun.kernels.cpu.gemm import PackedWeight, gemm
 from forerun.kernels.runtime.gpu import vector_warps
 from forerun.kernels.runtime.jit import jit, tl, triton, use_triton
 from forerun.kernels.runtime.pdl import pdl_options
@@ -21,10 +23,14 @@ class GatedOutput:
     x: Tensor  # [T, H]
     weight: Tensor  # [1, H]
     value: Tensor  # [T, H]: of the MLP
+    packed: PackedWeight | None = None  # the weight, where our kernels for CPUs serve
 
     def result(self, out: Tensor | None = None) -> Tensor:
         """[T, H], rounded to x's dtype; written to `out`, of that dtype or float32, if given."""
-        return gate_output(self.x, self.weight, self.value, out)
+        if self.packed is None:
+            return gate_output(self.x, self.weight, self.value, out)
+        gated = sigmoid(gemm(self.x, self.packed)) * self.value
+        return gated if out is None else out.copy_(gated)
 
 
 def gate_output(x: Tensor, weight: Tensor, value: Tensor, out: Tensor | None = None) -> Tensor:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.core.errors import ConfigError
+from forerun.kernels.cpu.functions import sigmoid
 from forerun.kernels.moe.config import MAX_DECODE_TOKENS, max_tiles
 
 NORM_EPS = 1e-20  # DeepSeek-V3 adds it to the sum of a token's weights
@@ -140,10 +141,18 @@ class Routed:
         return new((self.experts.shape[1], *x.shape), dtype=dtype, device=x.device)
 
 
-def route_ref(logits: Tensor, correction_bias: Tensor | None, routing: Routing) -> Routed:
-    """Reference implementation: logits [T, E] float32, correction_bias [E] float32 or None."""
+def route_ref(
+    logits: Tensor,
+    correction_bias: Tensor | None,
+    routing: Routing,
+    num_shared: int | None = None,
+) -> Routed:
+    """Reference implementation: logits [T, E] float32, correction_bias [E] float32 or None.
+
+    `num_shared`: shared experts among the choices; None: `num_shared_choices`.
+    """
     logits = logits.float()
-    scores = F.softmax(logits, -1) if routing.scoring == "softmax" else logits.sigmoid()
+    scores = F.softmax(logits, -1) if routing.scoring == "softmax" else sigmoid(logits)
     choice = scores if correction_bias is None else scores + correction_bias
     n_group, kept = routing.groups
     if n_group > 1:
@@ -158,7 +167,7 @@ def route_ref(logits: Tensor, correction_bias: Tensor | None, routing: Routing) 
     if routing.norm_topk_prob:
         weights = weights / (weights.sum(-1, keepdim=True) + NORM_EPS)
     weights = weights * routing.routed_scaling_factor
-    shared = routing.num_shared_choices(len(logits))
+    shared = routing.num_shared_choices(len(logits)) if num_shared is None else num_shared
     ids = torch.arange(routing.num_experts, routing.num_experts + shared, device=logits.device)
     experts = torch.cat((experts, ids.expand(len(logits), -1)), 1)
     weights = F.pad(weights, (0, shared), value=1.0)

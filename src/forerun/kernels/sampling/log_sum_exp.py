@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from forerun.kernels.cpu import functions as cpu
 from forerun.kernels.runtime.jit import jit, tl, triton, use_triton
 from forerun.kernels.runtime.pairs import sum_pairs
 from forerun.kernels.runtime.pdl import pdl_options
@@ -33,7 +34,7 @@ def log_sum_exp(logits: Tensor) -> Tensor:
         [R] float32; -inf for rows of -inf alone, NaN for rows with a NaN or +inf.
     """
     if not use_triton(logits):
-        return log_sum_exp_ref(logits)
+        return cpu.log_sum_exp(logits) if cpu.serve(logits) else log_sum_exp_ref(logits)
     rows, vocab = logits.shape
     num_parts = triton.cdiv(vocab, PART)
     parts = torch.empty(rows, num_parts, 2, dtype=torch.float32, device=logits.device)

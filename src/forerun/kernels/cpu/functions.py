@@ -1,0 +1,61 @@
+"""Functions of single values, and log-sum-exp, on a CPU.
+
+PyTorch computes what does not fill a register by other code, with other bits, and how a tensor is
+cut into registers depends on its size and the threads. Here a value's result depends on it alone,
+and a row's on the row.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from forerun.kernels.cpu.library import call, serves
+
+
+class _Function(Enum):
+    """The values are those of `Function` in elementwise.cpp."""
+
+    SIGMOID = 0
+    TANH = 1
+    GELU_TANH = 2
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + exp(-x)), of x's dtype; by PyTorch where our kernels do not serve."""
+    return _apply(_Function.SIGMOID, x) if serve(x) else torch.sigmoid(x)
+
+
+def tanh(x: Tensor) -> Tensor:
+    """tanh(x), of x's dtype; by PyTorch where our kernels do not serve."""
+    return _apply(_Function.TANH, x) if serve(x) else torch.tanh(x)
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """GELU(x) in its tanh form, of x's dtype; by PyTorch where our kernels do not serve."""
+    return _apply(_Function.GELU_TANH, x) if serve(x) else F.gelu(x, approximate="tanh")
+
+
+def log_sum_exp(x: Tensor) -> Tensor:
+    """log Σ exp(x) over the last dimension, float32; NaN where a row has one, where they `serve`."""
+    x = x.contiguous()
+    out = torch.empty(x.shape[:-1], dtype=torch.float32)
+    size, bfloat16 = x.shape[-1], x.dtype == torch.bfloat16
+    call("forerun_log_sum_exp", x.data_ptr(), out.numel(), size, out.data_ptr(), bfloat16)
+    return out
+
+
+def serve(x: Tensor) -> bool:
+    """Whether our kernels do, for a tensor of this kind."""
+    return serves(x.dtype, x.device)
+
+
+def _apply(function: _Function, x: Tensor) -> Tensor:
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    bfloat16 = x.dtype == torch.bfloat16
+    call("forerun_apply", function.value, x.data_ptr(), x.numel(), out.data_ptr(), bfloat16)
+    return out
