@@ -13,7 +13,8 @@ from forerun.kernels.cpu import library
 from forerun.kernels.cpu.linear_attention import gated_rms_norm
 from forerun.kernels.linear_attention.causal_conv import ConvState, causal_conv_cpu
 from forerun.kernels.linear_attention.chunks import PromptChunks
-from forerun.kernels.linear_attention.gated_delta import DeltaGates, DeltaState, gated_delta_cpu
+from forerun.kernels.linear_attention.gated_delta import DeltaGates, DeltaState
+from forerun.kernels.linear_attention.gated_delta import gated_delta_cpu as gated_delta
 from forerun.kernels.linear_attention.replay import (
     DeltaStates,
     SnapshotRows,
@@ -35,6 +36,20 @@ HEADS = pytest.mark.parametrize("heads", [SMALL, ODD], ids=["small", "odd"])
 TOKENS = 23
 
 
+def gated_delta_cpu(
+    qkv: Tensor, of: DeltaGates, kept: DeltaState, prompts: PromptChunks | None = None
+) -> Tensor:
+    return gated_delta(qkv, of, kept, prompts)
+
+
+def gated_delta_of_trees(qkv: Tensor, of: DeltaGates, kept: DeltaState, parents: Tensor) -> Tensor:
+    return gated_delta(qkv, of, kept, parents=parents)
+
+
+def conv_of_trees(x: Tensor, weight: Tensor, kept: ConvState, parents: Tensor) -> Tensor:
+    return causal_conv_cpu(x, weight, kept, parents=parents)
+
+
 @pytest.fixture(autouse=True, params=[1, 2])
 def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
     before = torch.get_num_threads()
@@ -50,6 +65,7 @@ def test_passes_equal_the_definition(heads: Heads, dtype: torch.dtype) -> None:
         cases.check_update(gated_delta_cpu, tokens, heads, dtype, CPU)
     for counts in ((1, 3, 2), (130, 1, 17)):
         cases.check_prefill(gated_delta_cpu, counts, heads, dtype, CPU)
+    cases.check_tree(gated_delta_of_trees, 7, heads, dtype, CPU)
     cases.check_replay(replay_gated_delta_cpu, [1, 0, 4], heads, torch.float32, CPU)
 
 
@@ -57,6 +73,7 @@ def test_passes_equal_the_definition(heads: Heads, dtype: torch.dtype) -> None:
 def test_convolution_equals_the_definition(size: int, channels: int) -> None:
     for tokens in (1, 5):
         cases.test_conv_update(causal_conv_cpu, tokens, size, channels, CPU)
+    cases.test_conv_update_of_trees(conv_of_trees, 5, size, channels, CPU)
     cases.test_conv_prefill(causal_conv_cpu, (40, 1, 5), size, channels, CPU)
 
 
@@ -135,3 +152,27 @@ def test_bits_of_the_convolution(dtype: torch.dtype) -> None:
             count = min(committed, TOKENS - at)
             assert torch.equal(causal_conv_cpu(x[index], weight, kept)[:count], want[at:][:count])
             kept.num_pending[1] = count
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bits_of_trees(dtype: torch.dtype) -> None:
+    """A tree's token has the bits of a chain of its path."""
+    heads, parents = ODD, torch.tensor([[-1, 0, 0, 1, 2]])
+    nodes, channels = parents.shape[1], heads.conv
+    x = normal(nodes, channels, seed=8, device=CPU, dtype=dtype)
+    of = cases.gates(nodes, heads, CPU, dtype)
+    weight = normal(channels, 4, seed=2, device=CPU, dtype=dtype)
+
+    def delta() -> DeltaState:
+        return cases.state(heads, CPU, [2], [1])
+
+    def conv() -> ConvState:
+        return cases.conv_state(4, channels, [0], CPU, dtype)
+
+    whole = gated_delta_of_trees(x, of, delta(), parents)
+    convolved = conv_of_trees(x, weight, conv(), parents)
+    for node in range(nodes):
+        path = cases.path_to(parents[0].tolist(), node)
+        part = replace(of, a=of.a[path], b=of.b[path])
+        assert torch.equal(gated_delta_cpu(x[path], part, delta())[-1], whole[node])
+        assert torch.equal(causal_conv_cpu(x[path], weight, conv())[-1], convolved[node])

@@ -40,7 +40,7 @@ def gelu_tanh(x: Tensor) -> Tensor:
 
 
 def log_sum_exp(x: Tensor) -> Tensor:
-    """log Σ exp(x) over the last dimension, float32; NaN where a row has one, where they `serve`."""
+    """log Σ exp(x) over the last dimension, float32, where our kernels `serve`."""
     x = x.contiguous()
     out = torch.empty(x.shape[:-1], dtype=torch.float32)
     size, bfloat16 = x.shape[-1], x.dtype == torch.bfloat16
