@@ -78,7 +78,10 @@ def by_hand(model: Model, hidden: Tensor, tree: BeamTree, count: int) -> tuple[A
 
 @pytest.mark.parametrize(
     ("tree", "count"),
-    [(BeamTree(1, 3), 3), (BeamTree(4, 3), 20), (BeamTree(6, 4), 70), (BeamTree(6, 4), 3)],
+    [
+        *((BeamTree(1, 3), 3), (BeamTree(4, 3), 20), (BeamTree(6, 4), 70)),
+        *((BeamTree(6, 4), count) for count in range(1, 9)),
+    ],
     ids=str,
 )
 def test_the_tree_is_that_of_a_search_by_hand(tree: BeamTree, count: int) -> None:
@@ -96,8 +99,8 @@ def test_the_tree_is_that_of_a_search_by_hand(tree: BeamTree, count: int) -> Non
             assert parent < len(paths)  # a parent comes first
             paths.append((*paths[parent], token))
         assert paths[1:] == want
-        for got, beams in zip(model.ran, ran, strict=False):
-            assert [tuple(path) for path in got[request].tolist()] == beams
+        for depth, (got, beams) in enumerate(zip(model.ran, ran, strict=False), start=1):
+            assert [tuple(path) for path in got[request].tolist()] == beams[: count - depth]
 
 
 def test_beams_attend_along_their_paths() -> None:

@@ -9,6 +9,9 @@ parent, so these are a tree.
 A beam attends to the context and to the tokens on its path. Each step runs the whole paths of its
 beams again, side by side: that takes one pass over the draft's weights, as their last tokens alone
 would, and attention needs no more than the mask of a tree. Their K/V is overwritten by `observe`.
+
+For N nodes, no more than N - d beams of d tokens are run: a beam on a path to one of the N best is
+itself one of them, as are the d - 1 before it and a node after it. So small trees cost little.
 """
 
 from __future__ import annotations
@@ -128,8 +131,7 @@ def resolve_tree(config: EngineConfig, caps: SpecCaps, why_not: str | None = Non
 class _Nodes:
     """The nodes given so far; node 0 is the root."""
 
-    def __init__(self, topk: int) -> None:
-        self.topk = topk
+    def __init__(self) -> None:
         self.ids: list[Tensor] = []  # [B, n] each: tokens, log-probabilities of paths, parents
         self.scores: list[Tensor] = []
         self.parents: list[Tensor] = []
@@ -142,16 +144,16 @@ class _Nodes:
         self.parents.append(parents)
         self._count += ids.shape[1]
 
-    def choose_beams(self, before: Beams | None) -> tuple[Tensor, Tensor, Beams]:
-        """The best nodes of the last step: scores [B, topk], nodes [B, topk], and their paths.
+    def choose_beams(self, before: Beams | None, count: int) -> tuple[Tensor, Tensor, Beams]:
+        """The `count` best nodes of the last step: scores and nodes [B, count], and their paths.
 
         `before`: the beams that they follow; None: they follow the root.
         """
-        scores, at = self.scores[-1].topk(self.topk, -1)
+        scores, at = self.scores[-1].topk(count, -1)
         tokens = self.ids[-1].gather(1, at).unsqueeze(2)
         beams = Beams(tokens, None)
         if before is not None:
-            above = at // self.topk
+            above = at // (self.ids[-1].shape[1] // before.paths.shape[1])
             beams = Beams(torch.cat((Beams(tokens, above).follow(before.paths), tokens), 2), above)
         return scores, at + (self._count - self.scores[-1].shape[1] + 1), beams
 
@@ -181,17 +183,20 @@ def propose_tree(
         token_ids: [V] int64, the target's token id of each column; default: 0 … V - 1.
     """
     run, compute_logits = model
-    nodes, topk, beams = _Nodes(tree.topk), tree.topk, None
-    scores, ids = _most_probable(compute_logits(first).unsqueeze(1), topk, token_ids)
+    nodes, beams, count = _Nodes(), None, step.num_verify_tokens - 1
+    scores, ids = _most_probable(
+        compute_logits(first).unsqueeze(1), min(tree.topk, count), token_ids
+    )
     nodes.add(ids.flatten(1), scores.flatten(1), torch.zeros_like(ids).flatten(1))
-    for _ in range(1, min(tree.steps, step.num_verify_tokens - 1)):  # no path is longer
-        above, parents, beams = nodes.choose_beams(beams)
-        logits = compute_logits(run(beams).flatten(0, 1)).unflatten(0, (-1, topk))
-        scores, ids = _most_probable(logits, topk, token_ids)
+    for depth in range(1, min(tree.steps, count)):
+        most = min(tree.topk, count - depth)
+        above, parents, beams = nodes.choose_beams(beams, most)
+        logits = compute_logits(run(beams).flatten(0, 1)).unflatten(0, (-1, most))
+        scores, ids = _most_probable(logits, most, token_ids)
         scores = above.unsqueeze(2) + scores
         parents = parents.unsqueeze(2).expand_as(ids)
         nodes.add(ids.flatten(1), scores.flatten(1), parents.flatten(1))
-    return nodes.best(step.num_verify_tokens - 1)
+    return nodes.best(count)
 
 
 def _most_probable(logits: Tensor, count: int, token_ids: Tensor | None) -> tuple[Tensor, Tensor]:
