@@ -14,6 +14,7 @@ from forerun.core.errors import ConfigError
 from forerun.evals.acceptance import Acceptance
 from forerun.evals.prompts import held_out
 from forerun.evals.word_problems import problems
+from forerun.executor import build
 from forerun.scheduler.adaptive_width import AdaptiveWidth, VerifyOutcome
 from tests.engine.test_dflash import edited_draft, speculators
 from tests.engine.test_matrix import hold
@@ -131,6 +132,22 @@ def hold_at_every_width(name: str, **settings: Any) -> None:
 @pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
 def test_the_width_does_not_change_the_output(overlap_depth: int) -> None:
     hold_at_every_width("DDTREE", overlap_depth=overlap_depth)
+
+
+@pytest.mark.parametrize(
+    ("costs", "want"),
+    [((1.0,) * 6, {8, 16, 33}), ((1.0, 1.1, 1.2, 9.0, 9.0, 9.0), {4}), ((1.0, *[9.0] * 5), {1})],
+)
+def test_the_budget_follows_the_measured_costs(
+    costs: tuple[float, ...], want: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "measure_step_costs", lambda *_: {1: list(costs)})
+    monkeypatch.setattr(AdaptiveWidth, "record_step_time", lambda *_: None)
+    case = CASES[0]
+    with golden_llm("DDTREE", speculative_adaptive=True) as llm:
+        out = llm.generate(input_ids=case["prompt"], sampling_params=greedy(case))
+        assert llm.engine.scheduler.widths.chosen.most_common(1)[0][0] in want
+    assert out.output_ids == case["output"]
 
 
 @pytest.mark.exhaustive

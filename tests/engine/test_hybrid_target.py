@@ -236,11 +236,12 @@ def test_output_equals_plain_decoding_on_a_gpu(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("algorithm", ["NGRAM", "DDTREE"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_steps_do_not_wait_for_the_gpu(kind: str, dtype: str) -> None:
+def test_steps_do_not_wait_for_the_gpu(kind: str, algorithm: str, dtype: str) -> None:
     settings = {"device": "cuda", "dtype": dtype, "max_running_requests": 2}
     settings |= {"page_size": 16, "mamba_track_interval": 16}
-    with hybrid_llm(kind, "NGRAM", **settings) as llm:
+    with hybrid_llm(kind, algorithm, **settings) as llm:
         launch = llm.engine.executor.launch
 
         def strict(plan: Any) -> Any:
