@@ -61,6 +61,7 @@ class CpuAttention(PagedBackend):
         mixed_layouts=True,
         sinks=True,
         logit_softcap=True,
+        fixed_order=True,
     )
 
     @classmethod

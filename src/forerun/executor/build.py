@@ -375,6 +375,7 @@ def _explain(
         "stop_token_ids": {name: list(ids) for name, ids in settings.stop_ids.items()},
         "draft": settings.caps.reading,
         "num_verify_tokens": limits.max_verify_tokens,
+        "deterministic_inference": settings.fixed_order,
         "attention": target.explain(),
         "draft_attention": draft[0].explain() if draft else None,
         "slots": limits.slots,

@@ -1,4 +1,7 @@
-"""Whether a GPU computes every sum of the target in one order: `enable_deterministic_inference`."""
+"""Whether every sum of the target is computed in one order: `enable_deterministic_inference`.
+
+On a CPU our kernels do so in any case; on a GPU kernels of their own do.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import torch
 
 from forerun.config.engine_config import EngineConfig
 from forerun.core.errors import ConfigError
+from forerun.executor.attention_setup import AttentionSetup
+from forerun.kernels.cpu import library
 from forerun.kvcache.layouts import DenseKV
 from forerun.layers.moe import Experts
 from forerun.models.base import CausalLM
@@ -13,7 +18,7 @@ from forerun.models.registry import TRANSFORMERS
 
 
 def has_fixed_order(config: EngineConfig, model: CausalLM, device: torch.device) -> bool:
-    """Whether logits on this GPU are to depend on the tokens before them alone.
+    """Whether logits are to depend on the tokens before them alone, because that was asked for.
 
     Args:
         model: the target; its weights may be on the meta device.
@@ -21,18 +26,38 @@ def has_fixed_order(config: EngineConfig, model: CausalLM, device: torch.device)
     Raises:
         ConfigError: it was asked for, and part of the model has no kernels for it.
     """
-    if not config.enable_deterministic_inference or device.type != "cuda":
+    if not config.enable_deterministic_inference:
         return False
-    reasons = _missing(config, model)
+    on_gpu = device.type == "cuda"
+    reasons = _missing_on_gpu(config, model) if on_gpu else _missing_on_cpu(config)
     if reasons:
+        where = "GPU" if on_gpu else "CPU"
         raise ConfigError(
-            f"enable_deterministic_inference cannot be had on a GPU: {'; '.join(reasons)}. Drop it"
-            " (dtype float32 makes differences rare)."
+            f"enable_deterministic_inference cannot be had on a {where}: {'; '.join(reasons)}. Drop"
+            " it (dtype float32 makes differences rare)."
         )
     return True
 
 
-def _missing(config: EngineConfig, model: CausalLM) -> list[str]:
+def cpu_has_fixed_order(config: EngineConfig, attention: AttentionSetup) -> bool:
+    """Whether it is so on this CPU, asked for or not; `attention`: of the target."""
+    backends = (choice.backend for choice in attention.choices.values())
+    return not _missing_on_cpu(config) and all(b.capabilities.fixed_order for b in backends)
+
+
+def _missing_on_cpu(config: EngineConfig) -> list[str]:
+    """What is computed by PyTorch, whose sums depend on sizes and threads."""
+    reason = library.why_missing()
+    missing = [] if reason is None else [f"there are no kernels in C++ ({reason})"]
+    asked = (
+        (config.model_impl == TRANSFORMERS, "model_impl transformers"),
+        (config.tp_size > 1, "sums across ranks (tp_size)"),
+        (config.mamba_ssm_dtype != "float32", f"mamba_ssm_dtype {config.mamba_ssm_dtype}"),
+    )
+    return missing + [f"{what}: no fixed order of sums yet" for wanted, what in asked if wanted]
+
+
+def _missing_on_gpu(config: EngineConfig, model: CausalLM) -> list[str]:
     """What has no kernels whose sums have one order."""
     layers = model.kv_layout(torch.bfloat16).layers
     asked = (

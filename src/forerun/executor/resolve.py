@@ -15,7 +15,7 @@ from forerun.config.model_config import ModelConfig
 from forerun.core.errors import ConfigError
 from forerun.core.plan import Limits
 from forerun.executor.attention_setup import AttentionSetup, Placement, choose_attention
-from forerun.executor.fixed_order import has_fixed_order
+from forerun.executor.fixed_order import cpu_has_fixed_order, has_fixed_order
 from forerun.executor.tensor_parallel import rank_device
 from forerun.kernels.cpu import library
 from forerun.layers.communication import (
@@ -51,7 +51,7 @@ class Settings:
     caps: SpecCaps
     limits: Limits
     attention: list[AttentionSetup]  # of the target and, if it has K/V, of the draft
-    fixed_order: bool  # of the target's sums, on a GPU
+    fixed_order: bool  # of the target's sums: a token's logits depend on those before it alone
     threads: CpuThreads | None  # intra-op threads; None: not a CPU
 
     @property
@@ -116,6 +116,8 @@ def resolve(
     fixed_order = has_fixed_order(config, model, device)
     where = Placement(device, dtype, kv_dtype, graphs, arch, comm.size, draft_kv_dtype, fixed_order)
     attention = choose_attention(config, model, caps, where)
+    if device.type == "cpu":
+        fixed_order = cpu_has_fixed_order(config, attention[0])
     limits = _limits(config, target, caps, attention, device, overlap_depth)
     attention, limits = _with_windows(attention, limits, max(0, caps.prefix_lookahead - 1))
     threads = None

@@ -1,0 +1,44 @@
+"""`enable_deterministic_inference` on a CPU: what our kernels do anyway, or a reason why not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from forerun import ConfigError
+from forerun.kernels.cpu import library
+from tests.golden_engine import golden_llm
+
+needs_kernels = pytest.mark.skipif(
+    library.compiled().library is None, reason="kernels in plain PyTorch round by shape"
+)
+
+
+def says(**settings: Any) -> bool:
+    """What `explain` says."""
+    with golden_llm(device="cpu", **settings) as llm:
+        said = llm.explain()["deterministic_inference"]
+    assert isinstance(said, bool)
+    return said
+
+
+@needs_kernels
+def test_it_is_so_with_our_kernels(with_cpu_kernels: None) -> None:
+    assert all(says(enable_deterministic_inference=asked) for asked in (None, True, False))
+    assert not says(attention_backend="torch_native")
+
+
+@needs_kernels
+def test_a_backend_that_rounds_by_shape_is_refused(with_cpu_kernels: None) -> None:
+    settings = {"attention_backend": "torch_native", "enable_deterministic_inference": True}
+    with pytest.raises(ConfigError, match="its sums depend on the batch"):
+        says(**settings)
+    with pytest.raises(ConfigError, match="cannot be had on a CPU: model_impl transformers: no"):
+        says(model_impl="transformers", enable_deterministic_inference=True)
+
+
+def test_not_without_kernels(without_cpu_kernels: None) -> None:
+    assert not says()
+    with pytest.raises(ConfigError, match="CPU: there are no kernels in C"):
+        says(enable_deterministic_inference=True)
