@@ -286,5 +286,5 @@ def test_what_is_kept_per_token_and_who_attends() -> None:
     with toy_llm(ToyLatentForCausalLM, prefill_attention_backend="torch_native") as llm:
         chosen = llm.explain()["attention"]
         assert chosen["prefill"] == "torch_native: chosen"
-        assert chosen["decode"].startswith("torch_native: chosen")
+        assert chosen["decode"].startswith(("cpu: chosen", "torch_native: chosen"))
         assert llm.explain()["kv_bytes_per_token"] == 2 * (12 + 4) * 4
