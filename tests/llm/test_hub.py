@@ -69,6 +69,12 @@ def sharded(folder: Path) -> dict[str, bytes]:
     return files | dict.fromkeys((*unwanted, "onnx/config.json"), b"not for us")
 
 
+def gguf_files() -> Files:
+    parts = ("m-Q6_K-00001-of-00002.gguf", "m-Q6_K-00002-of-00002.gguf")
+    files = dict.fromkeys(("m-Q4_K_M.gguf", "m.q8_0.gguf", "a/m-Q8_0.gguf", *parts), b"x")
+    return files | {"params.json": b"{}"}
+
+
 @pytest.fixture(scope="module")
 def repos() -> dict[str, Repo]:
     config = (GOLDEN / "target" / "config.json").read_bytes()
@@ -83,7 +89,7 @@ def repos() -> dict[str, Repo]:
         "acme/draft": Repo({"main": draft}),
         "acme/named": Repo({"main": {"config.json": config, "weights.safetensors": b"x"}}),
         "acme/odd": Repo({"main": {"config.json": config, INDEX: odd, "run.py": b"code"}}),
-        "acme/gguf": Repo({"main": {"model.gguf": b"x", "params.json": b"{}"}}),
+        "acme/gguf": Repo({"main": gguf_files()}),
         "acme/gated": Repo({"main": folder_files(GOLDEN / "target")}, gated=True),
         "acme/private": Repo({"main": tokens}, private=True),
     }
@@ -207,6 +213,19 @@ def test_refusals_say_the_fix(hub: Hub, shell: Shell) -> None:
     assert "names 'run.py', expected a safetensors file" in odd  # an index does not fetch code
     assert hub.downloads("acme/odd") == ["config.json", INDEX]
     assert "acme/gguf on the Hugging Face Hub has no config.json; choose" in no_config
+    assert "for GGUF files say which: acme/gguf:Q4_K_M" in no_config
+
+
+def test_gguf_files_by_kind(hub: Hub, shell: Shell) -> None:
+    broken, lower, missing, divided, no_kind = shell.errors(
+        "acme/gguf:Q4_K_M", "acme/gguf:Q8_0", "acme/gguf:Q5_K_M", "acme/gguf:Q6_K", "acme/gguf:Q 4"
+    )
+    assert "m-Q4_K_M.gguf is not a usable GGUF file: it is too short" in broken
+    assert "m.q8_0.gguf is not a usable GGUF file" in lower
+    assert "acme/gguf on the Hugging Face Hub has no GGUF file of kind Q5_K_M" in missing
+    assert "Q6_K of acme/gguf is divided among files" in divided
+    assert "'Q 4' is no kind of GGUF file; give one such as acme/gguf:Q4_K_M" in no_kind
+    assert not [name for name in hub.downloads("acme/gguf") if name.startswith("a/")]
 
 
 def test_a_refusal_on_the_command_line(hub: Hub, shell: Shell) -> None:

@@ -381,9 +381,10 @@ def randomised(model: Any, seed: int = 0) -> Any:
     return model
 
 
-def family(name: str) -> Any:
+def family(name: str, **more: Any) -> Any:
+    """A small random model of transformers; `more`: keys of its config."""
     kind, changes = FAMILIES[name]
-    return random_hf(kind(**{**_COMMON, **changes}))
+    return random_hf(kind(**{**_COMMON, **changes, **more}))
 
 
 @dataclass

@@ -1,9 +1,10 @@
-"""Model paths: a local folder, or `org/name[@revision]` on the Hugging Face Hub.
+"""Model paths: a local folder or GGUF file, or a repository on the Hugging Face Hub.
 
-`huggingface_hub` downloads into its cache, and the engine gets the folder there: nothing below
-this module knows about the Hub. The library reads HF_HOME, HF_ENDPOINT, HF_HUB_OFFLINE and
-HF_TOKEN when it is first imported. Only safetensors, JSON and tokenizer files are fetched: no
-pickled weights, no code.
+Repositories are written `org/name[@revision]`, of GGUF files `org/name[@revision]:QUANT` as for
+llama.cpp and Ollama. `huggingface_hub` downloads into its cache, and the engine gets a folder:
+nothing below this module knows about the Hub. The library reads HF_HOME, HF_ENDPOINT,
+HF_HUB_OFFLINE and HF_TOKEN when it is first imported. Only safetensors, GGUF, JSON and tokenizer
+files are fetched: no pickled weights, no code.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from forerun.config.engine_config import EngineConfig
 from forerun.core.errors import ConfigError, first_line
 from forerun.llm.download_progress import DownloadProgress, progress_bar_class
 from forerun.models.dummy_weights import DUMMY_FORMATS
+from forerun.models.gguf.folder import SUFFIX, gguf_folder
 from forerun.models.safetensors_files import INDEX, SINGLE, shard_names
 
-CONFIG = "config.json"
+CONFIG, README = "config.json", "README.md"  # in every request, since the library warns
 SMALL_FILES = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja")
 SUBFOLDERS = ("*/*",)  # other formats of the same model (onnx/, original/): never read
 
@@ -29,6 +31,8 @@ SUBFOLDERS = ("*/*",)  # other formats of the same model (onnx/, original/): nev
 _REPO = re.compile(r"(?!.*(?:--|\.\.))\w[\w.-]{0,95}/\w(?:[\w.-]{0,94}\w)?(?<!\.git)", re.ASCII)
 # As `git check-ref-format`; a ref is a file name in the cache, so ".." must not pass.
 _REVISION = re.compile(r"(?!.*(?:\.\.|//|@\{))[^\s~^:?*\[\\/.-][^\s~^:?*\[\\]*(?<![/.])")
+_QUANT = re.compile(r"[A-Za-z0-9]+(_[A-Za-z0-9]+)*")  # Q4_K_M
+_SPLIT = re.compile(r"-\d{5}-of-\d{5}\.gguf")
 _SHORT_COMMIT = re.compile(r"[0-9a-f]{4,39}")
 
 
@@ -40,6 +44,7 @@ class HubModel:
     repo: str
     revision: str | None
     progress: DownloadProgress = field(compare=False)
+    quant: str | None = None  # of its GGUF files, the one that has this in its name
 
     def __str__(self) -> str:
         return self.repo if self.revision is None else f"{self.repo}@{self.revision}"
@@ -63,7 +68,7 @@ def with_local_paths(config: EngineConfig) -> EngineConfig:
         found["tokenizer_path"] = locate("tokenizer_path", config.tokenizer_path)
     if config.speculative_draft_model_path is not None and config.speculative_algorithm is not None:
         setting, draft = "speculative_draft_model_path", config.speculative_draft_model_path
-        found[setting] = parse(setting, draft) or Path(draft).expanduser()
+        found[setting] = parse(setting, draft) or local_model(draft)
     folders = {
         setting: _fetch_small(source, is_model=setting != "tokenizer_path")
         if isinstance(source, HubModel)
@@ -71,7 +76,8 @@ def with_local_paths(config: EngineConfig) -> EngineConfig:
         for setting, source in found.items()
     }
     for setting, source in found.items():
-        if weights and isinstance(source, HubModel) and setting != "tokenizer_path":
+        is_model = setting != "tokenizer_path"
+        if weights and isinstance(source, HubModel) and source.quant is None and is_model:
             _fetch_weights(source, folders[setting])
     local: dict[str, Any] = {setting: str(folder) for setting, folder in folders.items()}
     return replace(config, **local)
@@ -93,16 +99,27 @@ def locate(setting: str, value: str) -> Path | HubModel:
     Raises:
         ConfigError: it is neither.
     """
-    folder = Path(value).expanduser()
     model = parse(setting, value)
     if model is not None:
         return model
+    folder = local_model(value)
     if not folder.is_dir():
         raise ConfigError(
-            f"{setting} {value!r} is not a folder. Give the path of a Hugging Face model folder,"
-            " or org/name[@revision] to download one from the Hugging Face Hub."
+            f"{setting} {value!r} is not a folder. Give the path of a Hugging Face model folder or"
+            " of a GGUF file, or org/name[@revision] to download one from the Hugging Face Hub"
+            " (org/name:QUANT, such as Q4_K_M, for a GGUF file)."
         )
     return folder
+
+
+def local_model(value: str) -> Path:
+    """The path that `value` is; of a GGUF file, the model folder that is made of it.
+
+    Raises:
+        ConfigError: a GGUF file that is broken or not supported.
+    """
+    path = Path(value).expanduser()
+    return gguf_folder(path) if path.suffix.lower() == SUFFIX and path.exists() else path
 
 
 def parse(setting: str, value: str) -> HubModel | None:
@@ -111,7 +128,8 @@ def parse(setting: str, value: str) -> HubModel | None:
     Raises:
         ConfigError: a Hub name with an impossible revision.
     """
-    repo, at, revision = value.partition("@")
+    name, colon, quant = value.partition(":")
+    repo, at, revision = name.partition("@")
     if Path(value).expanduser().exists() or not _REPO.fullmatch(repo):
         return None
     if at and (not _REVISION.fullmatch(revision) or revision.endswith(".lock")):
@@ -119,18 +137,54 @@ def parse(setting: str, value: str) -> HubModel | None:
             f"{setting} {value!r}: {revision!r} cannot be a revision; give a branch, a tag or a"
             f" commit, for example {repo}@main."
         )
-    return HubModel(setting, repo, revision or None, DownloadProgress(value))
+    if colon and not _QUANT.fullmatch(quant):
+        raise ConfigError(
+            f"{setting} {value!r}: {quant!r} is no kind of GGUF file; give one such as"
+            f" {name}:Q4_K_M."
+        )
+    return HubModel(setting, repo, revision or None, DownloadProgress(value), quant or None)
 
 
 def _fetch_small(model: HubModel, is_model: bool) -> Path:
-    """Everything but weights. Returns the snapshot's folder, which is named after the commit."""
+    """Everything but weights. Returns the snapshot's folder, which is named after the commit.
+
+    Of a GGUF file, the folder that is made of it.
+    """
+    if model.quant is not None:
+        return gguf_folder(_fetch_gguf(model, model.quant))
     folder = _snapshot(model, model.revision, SMALL_FILES)
     if is_model and not (folder / CONFIG).is_file():
         raise ConfigError(
             f"{model.setting}: {model} on the Hugging Face Hub has no {CONFIG}; choose a repository"
-            " in the format of transformers (GGUF and diffusers cannot be loaded)."
+            " in the format of transformers, or for GGUF files say which:"
+            f" {model}:Q4_K_M (diffusers cannot be loaded)."
         )
     return folder
+
+
+def _fetch_gguf(model: HubModel, quant: str) -> Path:
+    """The GGUF file whose name says that it is of this kind.
+
+    Raises:
+        ConfigError: there is none, there are several, or it is in several files.
+    """
+    spellings = dict.fromkeys((quant, quant.upper(), quant.lower()))
+    patterns = [f"*{mark}{each}*.gguf" for each in spellings for mark in "-._"]
+    folder = _snapshot(model, model.revision, [*patterns, README])
+    ends = re.compile(rf"[-._]{re.escape(quant)}(-\d{{5}}-of-\d{{5}})?\.gguf$", re.IGNORECASE)
+    files = sorted(path for path in folder.glob("*.gguf") if ends.search(path.name))
+    if files and _SPLIT.search(files[0].name):
+        raise ConfigError(
+            f"{model.setting}: {quant} of {model} is divided among files; choose another, or merge"
+            " them (llama-gguf-split --merge) and give the file."
+        )
+    if len(files) != 1:
+        found = f"{len(files)} GGUF files" if files else "no GGUF file"
+        raise ConfigError(
+            f"{model.setting}: {model} on the Hugging Face Hub has {found} of kind {quant}; look at"
+            f" its files, https://huggingface.co/{model.repo}/tree/main."
+        )
+    return files[0]
 
 
 def _fetch_weights(model: HubModel, folder: Path) -> None:

@@ -1,4 +1,7 @@
-"""Safetensors folders: one file or shards with an index. Nothing is ever unpickled."""
+"""Folders of weights: a safetensors file or shards with an index, or a GGUF file.
+
+Nothing is ever unpickled.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,8 @@ from forerun.config.json_files import check_regular, read_json
 from forerun.config.schema import IndexKeys, checked
 from forerun.core.errors import ConfigError, first_line, shown
 from forerun.models.formats.base import Header
+from forerun.models.gguf import GGUF
+from forerun.models.gguf.weights import gguf_headers
 
 log = logging.getLogger("forerun")
 
@@ -62,6 +67,8 @@ def _files(folder: Path) -> list[Path]:
     """
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder; {FIX_FOLDER}.")
+    if (folder / GGUF).exists():
+        return [folder / GGUF]
     if _has_index(folder):
         files = [folder / name for name in shard_names(folder)]
         absent = [file.name for file in files if not isfile(file)]
@@ -169,6 +176,8 @@ def _headers_of(file: Path) -> dict[str, Header]:
     Raises:
         ConfigError: the file cannot be read.
     """
+    if file.suffix == ".gguf":
+        return gguf_headers(file)
     out: dict[str, Header] = {}
     with readable(file), safe_open(file, framework="numpy") as tensors:
         for name in tensors.keys():  # noqa: SIM118  not a dict

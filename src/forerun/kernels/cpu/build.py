@@ -16,6 +16,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from forerun.platform import cache
 from forerun.platform.device import cpu_flags
 from forerun.platform.progress import progress
 
@@ -49,16 +50,15 @@ def _only_asks(compiler: str) -> bool:
 
 
 def cache_folder() -> Path:
-    """`$XDG_CACHE_HOME/forerun`, by default `~/.cache/forerun`.
+    """Returns where compiled libraries are kept.
 
     Raises:
         CompileError: the user has no home directory.
     """
-    base = os.environ.get("XDG_CACHE_HOME")
     try:
-        return (Path(base) if base else Path.home() / ".cache") / "forerun"
-    except RuntimeError:
-        raise CompileError("there is no home directory for the cache; set XDG_CACHE_HOME") from None
+        return cache.cache_folder()
+    except OSError as error:
+        raise CompileError(str(error)) from None
 
 
 def native_flag(machine: str) -> str:

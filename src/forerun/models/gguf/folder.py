@@ -1,0 +1,81 @@
+"""A GGUF file as a model folder, so that all else reads config, tokenizer and weights as ever."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tempfile
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from forerun.core.errors import ConfigError, first_line
+from forerun.core.version import __version__
+from forerun.models.gguf import GGUF
+from forerun.models.gguf.config import config_of
+from forerun.models.gguf.reader import GgufFile, read_gguf
+from forerun.models.gguf.tokenizer import tokenizer_of
+from forerun.platform.cache import cache_folder
+
+log = logging.getLogger("forerun")
+
+SUFFIX, TOKENIZER = ".gguf", "tokenizer.json"
+
+
+def gguf_folder(file: Path) -> Path:
+    """A folder with config.json, the tokenizer's files and a link to the weights.
+
+    It is made once for a file as it is, in the cache.
+
+    Raises:
+        ConfigError: the file is broken or not supported, or the cache cannot be written.
+    """
+    file = file.absolute()
+    gguf = read_gguf(file)
+    config = config_of(gguf)
+    state = file.stat()
+    mark = f"{__version__} {file} {state.st_size} {state.st_mtime_ns}"
+    try:
+        parent = cache_folder() / "gguf"
+        folder = parent / sha256(mark.encode()).hexdigest()[:24]
+        if (folder / TOKENIZER).exists():
+            return folder
+        tokenizer = _tokenizer(gguf)
+        if folder.is_dir():
+            return folder
+        parent.mkdir(parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(prefix=".making-", dir=parent))
+        (made / "config.json").write_text(json.dumps(config, indent=2))
+        if tokenizer is not None:
+            tokenizer[0].save(str(made / TOKENIZER))
+            (made / "tokenizer_config.json").write_text(json.dumps(tokenizer[1], indent=2))
+        (made / GGUF).symlink_to(file)
+        _publish(made, folder)
+    except OSError as error:
+        raise ConfigError(
+            f"{file} needs a folder in the cache, which cannot be written: {first_line(error)}. Set"
+            " XDG_CACHE_HOME to one that can."
+        ) from None
+    return folder
+
+
+def _tokenizer(gguf: GgufFile) -> tuple[Any, dict[str, Any]] | None:
+    """What `tokenizer_of` gives; None, with a warning, if the file has none that can be used."""
+    try:
+        return tokenizer_of(gguf)
+    except ConfigError as error:
+        log.warning("%s", error)
+        return None
+
+
+def _publish(made: Path, folder: Path) -> None:
+    """Moves it to its name, unless another process was faster."""
+    try:
+        made.rename(folder)
+    except OSError:
+        if not folder.is_dir():
+            raise
+        for name in os.listdir(made):
+            (made / name).unlink()
+        made.rmdir()
