@@ -115,7 +115,7 @@ def test_a_flag_of_another_engine(forerun, given: str, ours: str) -> None:
 def test_other_names_are_of_flags_that_the_command_has(forerun) -> None:
     serve = forerun("serve", "--help").out
     assert not [ours for ours in main.OTHER_NAMES.values() if ours not in serve]
-    assert "tp-size" not in forerun("doctor", "--tp", "2").error
+    assert "tp-size" not in forerun("bench", "serving", "--tp", "2").error
 
 
 def test_an_unknown_flag_unlike_any_other(forerun) -> None:

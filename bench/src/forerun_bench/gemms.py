@@ -29,7 +29,8 @@ from forerun.engine.engine import Engine
 from forerun.executor.device_executor import device_step
 from forerun.executor.step.inputs import StepShape
 from forerun.kernels.cpu import gemm as cpu
-from forerun.kernels.cpu.gemm import PackedWeight
+from forerun.kernels.cpu.experts import PackedExperts
+from forerun.kernels.cpu.gemm import PackedWeight, PackedWeights
 from forerun.kernels.gemm import gemm as own_kernels
 from forerun.kernels.gemm import head_gemm
 from forerun.kernels.gemm.arguments import GemmArguments
@@ -41,7 +42,7 @@ from forerun.kernels.moe.experts_mxfp4 import Mxfp4Matrices
 from forerun.kernels.moe.fp8_matrices import Fp8Matrices
 from forerun.kernels.moe.router_logits_sm90 import LogitsRouter
 from forerun.kernels.moe.routing import Routed, RouterLogits
-from forerun.layers import experts_fp8, gemm_quantized, moe
+from forerun.layers import experts_cpu, experts_fp8, gemm_quantized, moe
 from forerun.models.formats import mxfp4
 from forerun.plan.work import Gemm, touched_experts
 from forerun.sampling.sampler import SamplingFlags
@@ -69,6 +70,8 @@ def recording() -> Iterator[list[Gemm]]:
         _wrapped(moe, "expert_partials", mode.watch_experts),
         _wrapped(experts_fp8, "expert_partials_fp8", mode.watch_packed_experts),
         _wrapped(mxfp4, "expert_partials_mxfp4", mode.watch_packed_experts),
+        _wrapped(experts_cpu, "expert_partials_cpu", mode.watch_cpu_experts),
+        _wrapped(cpu, "head_gemm", mode.watch_cpu_heads),
         _wrapped(cpu, "gemm", mode.watch_cpu),
         _wrapped(cpu, "gemm_add_rms_norm", mode.watch_cpu),
         _wrapped(cpu, "gemm_silu_mul", mode.watch_cpu),
@@ -78,6 +81,12 @@ def recording() -> Iterator[list[Gemm]]:
         mode,
     ):
         yield mode.gemms
+
+
+def _packed_bits(weight: PackedWeight) -> float | None:
+    """Bits of a value in memory; None: those of its dtype."""
+    plain = weight.format is cpu.plain_format(weight.dtype)
+    return None if plain else 8 * weight.nbytes / (weight.n * weight.k)
 
 
 class _Recorder(TorchDispatchMode):
@@ -133,11 +142,31 @@ class _Recorder(TorchDispatchMode):
 
     def watch_cpu(self, run: Callable[..., Any]) -> Callable[..., Any]:
         def watched(x: Tensor, weight: PackedWeight, *rest: Any) -> Any:
-            plain = weight.format is cpu.plain_format(weight.dtype)
-            bits = None if plain else 8 * weight.nbytes / (weight.n * weight.k)
+            bits = _packed_bits(weight)
             made = Gemm(weight.n, weight.k, weight.dtype, x.shape[-2], bits=bits)
             self.gemms.append(made)
             return run(x, weight, *rest)
+
+        return watched
+
+    def watch_cpu_heads(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(x: Tensor, heads: PackedWeights, out: Tensor) -> None:
+            for weight in heads.weights:
+                bits = _packed_bits(weight)
+                self.gemms.append(Gemm(weight.n, weight.k, weight.dtype, len(x), bits=bits))
+            run(x, heads, out)
+
+        return watched
+
+    def watch_cpu_experts(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(
+            x: Tensor, experts: PackedExperts, routed: Routed | RouterLogits, *rest: Any
+        ) -> Any:
+            for each in (experts.gate_up, experts.down):
+                one = each.weights[0]
+                shape, bits = (len(each), one.n, one.k), _packed_bits(one)
+                self._add_experts(len(x), shape, x.dtype, routed, bits)
+            return run(x, experts, routed, *rest)
 
         return watched
 

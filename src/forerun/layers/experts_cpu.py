@@ -29,17 +29,21 @@ def pack_cpu_experts(w13: Tensor, w2: Tensor, activation: ExpertActivation) -> P
         kind = Activation.SILU if activation is None else Activation.GELU_TANH
         experts = CpuExperts(PackedWeights.pack(w13), PackedWeights.pack(w2), kind)
 
-    def partials(
-        x: Tensor,
-        routed: Routed | RouterLogits,
-        shared: Tensor | GatedOutput | None,
-        activation: ExpertActivation,
-    ) -> Tensor:
-        """[1, T, H] float32: the sum over the choices."""
-        assert isinstance(routed, Routed)
-        out = experts(x, routed.experts, routed.weights)
-        if shared is not None:
-            out += shared if isinstance(shared, Tensor) else shared.result()
-        return out.unsqueeze(0)
+    return PackedExperts(
+        "own kernels in C++", lambda x, *rest: expert_partials_cpu(x, experts, *rest)
+    )
 
-    return PackedExperts("own kernels in C++", partials)
+
+def expert_partials_cpu(
+    x: Tensor,
+    experts: CpuExperts,
+    routed: Routed | RouterLogits,
+    shared: Tensor | GatedOutput | None,
+    activation: ExpertActivation,
+) -> Tensor:
+    """`expert_partials` of packed experts, which know their activation: [1, T, H] float32."""
+    assert isinstance(routed, Routed)
+    out = experts(x, routed.experts, routed.weights)
+    if shared is not None:
+        out += shared if isinstance(shared, Tensor) else shared.result()
+    return out.unsqueeze(0)
