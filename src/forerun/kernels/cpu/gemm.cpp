@@ -228,6 +228,34 @@ struct Traits<INT8> {
         return (IntVec)vdotq_s32((int32x4_t)sum, bits_as<int8x16_t>(weights),
                                  bits_as<int8x16_t>(vdupq_n_s32(token)));
     }
+#elif FORERUN_LANES == 16 && defined(__AVX512BW__)
+    // Bytes widened to 16 bits, the even and the odd ones, whose products are added in pairs.
+    static constexpr bool BIASED = false;
+    static inline IntVec multiply_add(IntVec sum, IntVec weights, int32_t token) {
+        const __m512i w = (__m512i)weights, x = _mm512_set1_epi32(token);
+        const __m512i even = _mm512_madd_epi16(_mm512_srai_epi16(_mm512_slli_epi16(w, 8), 8),
+                                               _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8));
+        const __m512i odd = _mm512_madd_epi16(_mm512_srai_epi16(w, 8), _mm512_srai_epi16(x, 8));
+        return sum + (IntVec)even + (IntVec)odd;
+    }
+#elif FORERUN_LANES == 8 && defined(__AVX2__)
+    // The instruction multiplies unsigned by signed bytes: the tokens' signs move to the weights.
+    // Both are within +-127, so a sum of two products fits into 16 bits.
+    static constexpr bool BIASED = false;
+    static inline IntVec multiply_add(IntVec sum, IntVec weights, int32_t token) {
+        const __m256i x = _mm256_set1_epi32(token);
+        const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(x),
+                                                   _mm256_sign_epi8((__m256i)weights, x));
+        return sum + (IntVec)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+    }
+#elif FORERUN_LANES == 4 && defined(__SSSE3__)
+    static constexpr bool BIASED = false;
+    static inline IntVec multiply_add(IntVec sum, IntVec weights, int32_t token) {
+        const __m128i x = _mm_set1_epi32(token);
+        const __m128i pairs = _mm_maddubs_epi16(_mm_abs_epi8(x),
+                                                _mm_sign_epi8((__m128i)weights, x));
+        return sum + (IntVec)_mm_madd_epi16(pairs, _mm_set1_epi16(1));
+    }
 #else
     static constexpr bool BIASED = false;
     static inline IntVec multiply_add(IntVec sum, IntVec weights, int32_t token) {
