@@ -329,7 +329,8 @@ def _run(llm: LLM, way: Way, texts: Sequence[Text], rng: random.Random) -> Found
         rng.shuffle(order)
         at = 0
         while at < len(order):
-            size = len(order) if way.tight else rng.randint(1, len(order) - at)
+            most = min(len(order) - at, 2 * llm.engine.limits.slots)  # some wait for others to end
+            size = len(order) if way.tight else rng.randint(1, most)
             batch = order[at : at + size]
             at += size
             for text, output in zip(batch, _generate(llm, way, batch, rng), strict=True):

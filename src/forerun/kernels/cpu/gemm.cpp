@@ -760,6 +760,8 @@ void multiply_experts(const Weight* const* weights, const Pairs& pairs, const T*
     });
 }
 
+constexpr int64_t EXPERT_TOKENS = 1024;  // at once, so that little memory is needed
+
 template <class T>
 void run_experts(const Experts& e, int threads) {
     const Pairs pairs(e);
@@ -916,7 +918,15 @@ void forerun_head_gemm(const HeadGemm* g, int32_t threads) {
 }
 
 void forerun_experts(const Experts* e, int32_t threads) {
-    (e->bfloat16_tokens ? run_experts<BFloat16> : run_experts<float>)(*e, threads);
+    const int64_t hidden = e->down[0]->n, row = hidden * (e->bfloat16_tokens ? 2 : 4);
+    for (int64_t first = 0; first < e->tokens; first += EXPERT_TOKENS) {
+        Experts part = *e;
+        part.tokens = std::min(EXPERT_TOKENS, e->tokens - first);
+        part.x = static_cast<const char*>(e->x) + first * row;
+        part.experts += first * e->choices, part.weights += first * e->choices;
+        part.out += first * hidden;
+        (e->bfloat16_tokens ? run_experts<BFloat16> : run_experts<float>)(part, threads);
+    }
 }
 
 }  // extern "C"
