@@ -72,7 +72,7 @@ HOST_READS = {
     "executor/step/clock.py:StepClock.wait": "called by `result`",
     "executor/step/logprob_results.py:read_logprobs": "called by `result`; its copies have arrived",
     "executor/step/reliability.py:confidence_counts": "called by `result`; its copy has arrived",
-    "executor/reading_check.py:warning": "called by `result`; its copy has arrived",
+    "executor/layout_check.py:warning": "called by `result`; its copy has arrived",
     "executor/step/timing.py:StepTimer.unix": "called by `result`; its copy has arrived",
     "executor/step/costs.py:_wait": "measures step costs at start",
     "executor/agreement.py:Agreement._largest": "ranks agree at start",

@@ -35,10 +35,10 @@ def golden_llm(
     return llm
 
 
-def without_reading_check(llm: LLM) -> LLM:
+def without_layout_check(llm: LLM) -> LLM:
     """The same without drafts beside those of the first steps, for tests that watch drafts."""
     assert isinstance(llm.engine.executor, DeviceExecutor)
-    llm.engine.executor.reading_check = None
+    llm.engine.executor.layout_check = None
     return llm
 
 

@@ -18,7 +18,7 @@ from forerun.models.heads.base import Block
 from forerun.scheduler.adaptive_width import FixedWidth
 from forerun.speculative.base import Draft, ObserveInput, ProposeInput
 from forerun.speculative.dflash import DFlash
-from tests.golden_engine import CASES, GOLDEN, golden_llm, without_reading_check
+from tests.golden_engine import CASES, GOLDEN, golden_llm, without_layout_check
 from tests.models.dflash_oracle import Oracle
 
 Edit = Callable[[dict[str, Any]], None]
@@ -243,7 +243,7 @@ def test_a_causal_block_is_cut_to_the_width(
     monkeypatch.setattr(DFlash, "propose", recorded)
     found: dict[int, dict[int, list[int]]] = {}
     texts = []
-    with without_reading_check(
+    with without_layout_check(
         golden_llm("DFLASH", speculative_draft_model_path=draft, max_running_requests=1)
     ) as llm:
         whole = llm.engine.scheduler.widths.widths[-1]

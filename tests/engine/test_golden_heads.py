@@ -24,7 +24,7 @@ from forerun.models.heads.plain import PlainHead
 from forerun.models.heads.selector import SelectorHead
 from forerun.speculative.base import Draft, ProposeInput
 from forerun.speculative.dflash import DFlash
-from tests.golden_engine import golden_llm, without_reading_check
+from tests.golden_engine import golden_llm, without_layout_check
 
 HEADS = Path(__file__).resolve().parent.parent / "golden" / "heads"
 NAMES = sorted(folder.name for folder in HEADS.iterdir() if (folder / "cases.json").exists())
@@ -53,7 +53,7 @@ def params(case: dict[str, Any]) -> dict[str, Any]:
 
 def pair(folder: Path, **settings: Any) -> LLM:
     settings = {"speculative_draft_model_path": str(folder), **settings}
-    return without_reading_check(golden_llm("DFLASH", HEADS / "target", **settings))
+    return without_layout_check(golden_llm("DFLASH", HEADS / "target", **settings))
 
 
 @pytest.fixture

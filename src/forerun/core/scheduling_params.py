@@ -25,8 +25,8 @@ class SchedulingParams:
     priority: int = 0
     queue_timeout: float | None = None  # most seconds from the arrival to the first slot
     request_timeout: float | None = None  # most seconds from the arrival to the end
-    # Whose it is. A server numbers its API keys from 1 on; 0: nobody's. With
-    # `speculative_suffix_per_key` drafts come from texts of the same tenant only.
+    # The user that the request belongs to: the number of an API key, from 1 on; 0: no key. With
+    # `speculative_suffix_per_key`, SUFFIX drafts from outputs of the same tenant only.
     tenant: int = 0
 
     def __post_init__(self) -> None:

@@ -110,7 +110,7 @@ class LayerObserver:
             self._ends = [] if rows is None else [self._rows[row] for row in rows.tolist()]
             self._forward, self._backend = _describe(ctx), ctx.backend.name
             try:
-                return forward(ids, at, ctx, *more)
+                return forward(ids, at, ctx, *more, **named)
             finally:
                 self._rows = None
 

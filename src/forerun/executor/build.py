@@ -21,6 +21,7 @@ from forerun.executor.graphs.cpu import CpuGraphSteps
 from forerun.executor.graphs.cuda import CudaGraphSteps
 from forerun.executor.graphs.piecewise import DEFAULT_MAX_TOKENS, host_bound_buckets, token_buckets
 from forerun.executor.graphs.steps import EagerSteps, StepExecutor
+from forerun.executor.layout_check import RowLayoutCheck
 from forerun.executor.memory import (
     KVBudget,
     KVDemand,
@@ -29,7 +30,6 @@ from forerun.executor.memory import (
     kv_budget,
     profile_run,
 )
-from forerun.executor.reading_check import ReadingCheck
 from forerun.executor.resolve import Settings, resolve
 from forerun.executor.step.costs import measure_step_costs
 from forerun.executor.step.deferred_observe import DeferredObserve
@@ -116,7 +116,7 @@ class _Builder:
         if config.enable_trace:
             step.timer = StepTimer(settings.device)
         executor = DeviceExecutor(step, self._steps(step), settings.threads)
-        executor.reading_check = self._reading_check(step)
+        executor.layout_check = self._layout_check(step)
         executor.grammars = self._grammars(model_path)
         if self.comm.size == 1:
             executor.mask_threads = MaskThreads()
@@ -316,12 +316,12 @@ class _Builder:
             graphs.capture(lambda name: stage.advance(detail=name))
         return graphs
 
-    def _reading_check(self, step: DeviceStep) -> ReadingCheck | None:
-        """None: there is one reading only, or drafts are not those of the files."""
+    def _layout_check(self, step: DeviceStep) -> RowLayoutCheck | None:
+        """None: the draft has one row layout only, or its weights or acceptance are made up."""
         made_up = step.simulate is not None or self.settings.config.load_format in DUMMY_FORMATS
-        if step.caps.other_reading is None or made_up:
+        if step.caps.other_row_layout is None or made_up:
             return None
-        check = ReadingCheck(step)
+        check = RowLayoutCheck(step)
         check.warm_up()
         return check
 
@@ -373,7 +373,7 @@ def _explain(
         "kv_cache_dtype": dtype_name(settings.kv_dtype),
         "algorithm": settings.config.speculative_algorithm or "NONE",
         "stop_token_ids": {name: list(ids) for name, ids in settings.stop_ids.items()},
-        "draft": settings.caps.reading,
+        "draft": settings.caps.draft_summary,
         "num_verify_tokens": limits.max_verify_tokens,
         "deterministic_inference": settings.fixed_order,
         "attention": target.explain(),

@@ -26,7 +26,7 @@ from forerun.core.plan import (
 )
 from forerun.core.tokens import INVALID_TOKEN
 from forerun.executor.graphs.steps import DecodeBatch, DeferredBatch, EagerSteps, StepExecutor
-from forerun.executor.reading_check import ReadingCheck, warning
+from forerun.executor.layout_check import RowLayoutCheck, warning
 from forerun.executor.step.clock import StepClock
 from forerun.executor.step.device_step import DeviceStep
 from forerun.executor.step.grammar_masks import GrammarBatch
@@ -79,7 +79,7 @@ class DeviceExecutor:
         self.grammars: GrammarCompiler | None = None  # set by `executor/build.py`
         # None: several ranks, each of which needs every mask. Steps wait for them.
         self.mask_threads: MaskThreads | None = None
-        self.reading_check: ReadingCheck | None = None  # over the first steps; set by `build.py`
+        self.layout_check: RowLayoutCheck | None = None  # over the first steps; set by `build.py`
         self._held: dict[str, GrammarState] = {}  # by request id: they have left the batch
         self._slots: dict[int, _Slot] = {}
         self._clock: StepClock | None = None  # of the last step
@@ -109,11 +109,11 @@ class DeviceExecutor:
             failed = self._admit(plan)
             if plan.deferred:
                 self.steps.observe_deferred(self._deferred(plan))
-            decode = confidences = readings = None
+            decode = confidences = layout_counts = None
             logprobs = StepLogprobs()
             if plan.decode:
                 batch = self._batch(plan)
-                self._check_reading(batch, clock)
+                self._check_row_layout(batch, clock)
                 out = self.steps.decode(batch)
                 logprobs.decode = LogprobCopy.of(batch.logprobs, out.logprobs, self._copy)
                 # Copies queued before the next replay overwrites the graph's outputs.
@@ -123,7 +123,7 @@ class DeviceExecutor:
                     path=self._to_host(out.path),
                 )
                 self.step.track_states(plan.tracked)
-                confidences, readings = self._due_confidences(), self._due_readings()
+                confidences, layout_counts = self._due_confidences(), self._due_layout_counts()
             timer = self.step.timer
             timestamps = timer.take() if timer is not None and plan.decode else None
             first = None
@@ -144,7 +144,7 @@ class DeviceExecutor:
             logprobs,
             self._grammars_of(plan),
             confidences,
-            readings,
+            layout_counts,
         )
         if pending.grammars:
             self._unread.append(pending)
@@ -343,9 +343,9 @@ class DeviceExecutor:
             return None
         return self._copy(table.counts)
 
-    def _check_reading(self, batch: DecodeBatch, clock: StepClock) -> None:
-        """Drafts for the first request of a step in both readings of the draft's files."""
-        check = self.reading_check
+    def _check_row_layout(self, batch: DecodeBatch, clock: StepClock) -> None:
+        """Drafts for the first request of a step in both row layouts."""
+        check = self.layout_check
         if check is None or batch.num_verify_tokens == 1:
             return
         slot, bound = batch.slots[0], batch.lengths.kv_lens[0]
@@ -353,12 +353,12 @@ class DeviceExecutor:
         check.before(slot, batch.kv_len_ub, self.flags([slot]), lengths)
         clock.restart()
 
-    def _due_readings(self) -> Tensor | None:
+    def _due_layout_counts(self) -> Tensor | None:
         """A copy of the counts of the check, once: after its last step."""
-        counts = None if self.reading_check is None else self.reading_check.after()
+        counts = None if self.layout_check is None else self.layout_check.after()
         if counts is None:
             return None
-        self.reading_check = None
+        self.layout_check = None
         return self._copy(counts)
 
     def _to_host(self, tensor: Tensor | None) -> Tensor | None:
@@ -388,7 +388,7 @@ class PendingDeviceStep:
     logprobs: StepLogprobs
     grammars: dict[int, GrammarState]  # by slot; its tokens are committed to them
     confidences: Tensor | None = None  # `ReliabilityTable.counts`
-    readings: Tensor | None = None  # of `ReadingCheck.after`
+    layout_counts: Tensor | None = None  # of `RowLayoutCheck.after`
     _result: StepResult | None = None
 
     @property
@@ -449,10 +449,10 @@ class PendingDeviceStep:
         return result
 
     def _warning(self) -> str | None:
-        other_reading = self.executor.step.caps.other_reading
-        if self.readings is None or other_reading is None:
+        other_row_layout = self.executor.step.caps.other_row_layout
+        if self.layout_counts is None or other_row_layout is None:
             return None
-        return warning(self.readings, other_reading)
+        return warning(self.layout_counts, other_row_layout)
 
     def _valid(self, slot: int, tokens: list[int], failed: list[Failure]) -> list[int]:
         """The tokens before invalid logits, committed to the slot's grammar."""

@@ -14,14 +14,19 @@ from forerun.kernels.cpu import library
 from forerun.kvcache.layouts import DenseKV
 from forerun.layers.moe import Experts
 from forerun.models.base import CausalLM
+from forerun.models.formats.registry import weight_format
 from forerun.models.registry import TRANSFORMERS
+from forerun.platform.device import dtype_name
 
 
-def has_fixed_order(config: EngineConfig, model: CausalLM, device: torch.device) -> bool:
+def has_fixed_order(
+    config: EngineConfig, model: CausalLM, dtype: torch.dtype, device: torch.device
+) -> bool:
     """Whether logits are to depend on the tokens before them alone, because that was asked for.
 
     Args:
         model: the target; its weights may be on the meta device.
+        dtype: of its plain weights.
 
     Raises:
         ConfigError: it was asked for, and part of the model has no kernels for it.
@@ -29,7 +34,7 @@ def has_fixed_order(config: EngineConfig, model: CausalLM, device: torch.device)
     if not config.enable_deterministic_inference:
         return False
     on_gpu = device.type == "cuda"
-    reasons = _missing_on_gpu(config, model) if on_gpu else _missing_on_cpu(config)
+    reasons = _missing_on_gpu(config, model, dtype) if on_gpu else _missing_on_cpu(config)
     if reasons:
         where = "GPU" if on_gpu else "CPU"
         raise ConfigError(
@@ -57,13 +62,16 @@ def _missing_on_cpu(config: EngineConfig) -> list[str]:
     return missing + [f"{what}: no fixed order of sums yet" for wanted, what in asked if wanted]
 
 
-def _missing_on_gpu(config: EngineConfig, model: CausalLM) -> list[str]:
+def _missing_on_gpu(config: EngineConfig, model: CausalLM, dtype: torch.dtype) -> list[str]:
     """What has no kernels whose sums have one order."""
-    layers = model.kv_layout(torch.bfloat16).layers
+    layers = model.kv_layout(dtype).layers
+    stored = weight_format(model.config) is not None
     asked = (
         (config.model_impl == TRANSFORMERS, "model_impl transformers"),
         (config.tp_size > 1, "sums across ranks (tp_size)"),
         (config.quantization is not None, f"GEMMs of {config.quantization} weights"),
+        (stored, "GEMMs of quantized checkpoints"),
+        (dtype != torch.bfloat16, f"GEMMs of {dtype_name(dtype)} weights"),
         (any(model.modules(Experts)), "mixtures of experts"),
         (not all(isinstance(each, DenseKV) for each in layers), "layers that keep no K and V"),
     )

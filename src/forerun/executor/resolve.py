@@ -113,7 +113,7 @@ def resolve(
     if config.ep_size > 1:
         check_has_experts(model, config.ep_size, target.architecture)
     graphs, arch = captures_graphs(config, device), gpu_arch(device)
-    fixed_order = has_fixed_order(config, model, device)
+    fixed_order = has_fixed_order(config, model, dtype, device)
     where = Placement(device, dtype, kv_dtype, graphs, arch, comm.size, draft_kv_dtype, fixed_order)
     attention = choose_attention(config, model, caps, where)
     if device.type == "cpu":

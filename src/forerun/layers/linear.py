@@ -23,7 +23,6 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-from forerun.core.errors import ConfigError
 from forerun.kernels.elementwise.gated_act import gelu_tanh_mul
 from forerun.kernels.gemm.gemm import DeferredNorm
 from forerun.kernels.gemm.quantized import QuantizedWeight
@@ -170,11 +169,6 @@ class LinearBase(Module):
     def prepare(self) -> None:
         if self.quantized is not None:
             weight, dtype = self.quantized, self.weight.dtype
-            if self._fixed_order and self._device.type == "cuda":
-                raise ConfigError(
-                    "enable_deterministic_inference: GEMMs of quantized weights have no fixed order"
-                    " of sums for more than 128 tokens; drop it."
-                )
             kept = self._method.gemm(weight, self.bias, dtype)
             self.gemm = kept or gemm_for(weight.dequantize().to(dtype), self.bias)
             self.quantized_gemm = self.gemm.describe_quantized() or "dequantized when loaded"

@@ -73,14 +73,19 @@ def with_local_paths(config: EngineConfig) -> EngineConfig:
         setting: _fetch_small(source, is_model=setting != "tokenizer_path")
         if isinstance(source, HubModel)
         else source
-        for setting, source in found.items()
+        for setting, source in sorted(found.items(), key=lambda each: _is_gguf(each[1]))
     }
     for setting, source in found.items():
         is_model = setting != "tokenizer_path"
-        if weights and isinstance(source, HubModel) and source.quant is None and is_model:
+        if weights and isinstance(source, HubModel) and is_model and not _is_gguf(source):
             _fetch_weights(source, folders[setting])
     local: dict[str, Any] = {setting: str(folder) for setting, folder in folders.items()}
     return replace(config, **local)
+
+
+def _is_gguf(source: Path | HubModel) -> bool:
+    """Whether its config comes with its weights, so that those of others are to be read first."""
+    return isinstance(source, HubModel) and source.quant is not None
 
 
 def config_folder(setting: str, value: str) -> Path:

@@ -22,6 +22,7 @@ from forerun.layers.communication import SINGLE_RANK, Communicator
 from forerun.layers.sharding import Shard
 from forerun.models.formats.base import Header, Part, Stored, View, WeightFormat
 from forerun.models.formats.plain import PLAIN
+from forerun.models.gguf import GGUF
 from forerun.models.gguf.weights import read_gguf_tensor
 from forerun.models.safetensors_files import listing, read_headers, readable, text_part
 from forerun.platform.progress import progress
@@ -54,12 +55,8 @@ class Checkpoint:
 
     def read(self, name: str) -> Tensor:
         """One tensor as it is stored, on the CPU."""
-        header = self.headers[name]
-        if header.file.suffix == ".gguf":
-            return read_gguf_tensor(header)
-        with readable(header.file), safe_open(header.file, framework="pt") as tensors:
-            tensor: Tensor = tensors.get_tensor(header.stored_as)
-        return tensor
+        with _OpenFiles("cpu") as files:
+            return files.read(self.headers[name], None)
 
     def rename(self, prefixes: Mapping[str, str]) -> None:
         """Takes tensors under other names: those that begin with a key begin with its value."""
@@ -188,7 +185,7 @@ class _OpenFiles(ExitStack):
 
     def read(self, header: Header, shard: Shard | None) -> Tensor:
         """`shard`: the part that is read; None: all of it."""
-        if header.file.suffix == ".gguf":
+        if header.file.name == GGUF:
             tensor = read_gguf_tensor(header)
             return (tensor if shard is None else shard.take(tensor)).to(self._device)
         with readable(header.file):

@@ -176,7 +176,7 @@ def _headers_of(file: Path) -> dict[str, Header]:
     Raises:
         ConfigError: the file cannot be read.
     """
-    if file.suffix == ".gguf":
+    if file.name == GGUF:
         return gguf_headers(file)
     out: dict[str, Header] = {}
     with readable(file), safe_open(file, framework="numpy") as tensors:

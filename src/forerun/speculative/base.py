@@ -69,9 +69,9 @@ class SpecCaps:
     reads_hidden_states: bool = True
     # `observe` may be called for several plain steps of a request at once (`Phase.DEFERRED`).
     deferred_observe: bool = False
-    reading: str | None = None  # how the draft's files are read, for `explain`
-    # A setting that reads them in another way, which `propose_readings` compares.
-    other_reading: str | None = None
+    draft_summary: str | None = None  # body, head and row layout of the draft, for `explain`
+    # The setting that serves the draft in the other row layout: `propose_row_layouts`.
+    other_row_layout: str | None = None
 
     @property
     def num_verify_tokens(self) -> int:
@@ -358,11 +358,11 @@ class SpeculativeAlgorithm(ABC):
     def propose(self, step: ProposeInput) -> Draft:
         """Proposes W - 1 tokens for every request. Not called if W = 1."""
 
-    def propose_readings(self, step: ProposeInput) -> Tensor:
-        """Drafts of every request as the draft's files are read, and in the other reading.
+    def propose_row_layouts(self, step: ProposeInput) -> Tensor:
+        """Drafts of every request in the row layout that is served, and in the other one.
 
-        With `SpecCaps.other_reading`, called before the first steps, outside of the captured step:
-        the engine warns if the target would accept more in the other reading.
+        With `SpecCaps.other_row_layout`, called before the first steps, outside of the captured
+        step: the engine warns if the target would accept more in the other layout.
 
         Returns:
             [2, B, D] int64, the first D drafts of each; any D > 0.

@@ -90,8 +90,8 @@ class DFlash(SpeculativeAlgorithm):
             draft_attends_in_prefill=False,
             deferred_observe=True,
             reads_hidden_states=False,
-            reading=draft.describe(),
-            other_reading=_other_layout(draft),
+            draft_summary=draft.describe(),
+            other_row_layout=_other_layout(draft),
         )
 
     def load(self, ctx: DraftContext) -> None:
@@ -194,7 +194,7 @@ class DFlash(SpeculativeAlgorithm):
             context=None if self._context is None else self._context[step.slots],
         )
 
-    def propose_readings(self, step: ProposeInput) -> Tensor:
+    def propose_row_layouts(self, step: ProposeInput) -> Tensor:
         """Drafts in the draft's row layout and in the other one, from one pass over the block."""
         block = self._run_block(step)
         found = []

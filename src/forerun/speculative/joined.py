@@ -123,9 +123,9 @@ class Joined(SpeculativeAlgorithm):
             return tokens, torch.full_like(tokens[:, 0], width - 1, dtype=torch.float32)
         return tokens, draft.confidence.cumprod(1).sum(1)
 
-    def propose_readings(self, step: ProposeInput) -> Tensor:
+    def propose_row_layouts(self, step: ProposeInput) -> Tensor:
         """Those of the first algorithm, the one with a draft model."""
-        return self._joined[0].propose_readings(_narrowed(step, self._caps_of[0]))
+        return self._joined[0].propose_row_layouts(_narrowed(step, self._caps_of[0]))
 
     def observe(self, step: ObserveInput) -> None:
         if step.phase is Phase.VERIFY and step.q_lens[0] > 1:

@@ -104,13 +104,13 @@ class EagerSteps:
         buffers = self._prepared(len(batch.slots), width, batch.lengths)
         return self.step.propose(self.step.begin(slots, batch.shape, buffers), batch.host)
 
-    def propose_readings(self, batch: DecodeBatch) -> Tensor | None:
-        """What `DeviceStep.propose_readings` returns, for a step that has not begun."""
+    def propose_row_layouts(self, batch: DecodeBatch) -> Tensor | None:
+        """What `DeviceStep.propose_row_layouts` returns, for a step that has not begun."""
         slots = self.step.tables.upload(batch.slots, torch.int64)
         buffers = self._prepared(len(batch.slots), batch.num_verify_tokens, batch.lengths)
         # The step that follows marks its own beginning.
         given = self.step.begin(slots, batch.shape, buffers, proposed=True)
-        return self.step.propose_readings(given)
+        return self.step.propose_row_layouts(given)
 
     def observe_deferred(self, batch: DeferredBatch) -> None:
         tables = self.step.tables

@@ -235,9 +235,9 @@ class DeviceStep:
             return self.empty_draft(given.tokens.slots, 1)
         return self.algorithm.propose(self._propose_input(given, host))
 
-    def propose_readings(self, given: DecodeInput) -> Tensor | None:
-        """Drafts in both readings, [2, B, D] int64; None: the algorithm has failed."""
-        return self.algorithm.propose_readings(self._propose_input(given))
+    def propose_row_layouts(self, given: DecodeInput) -> Tensor | None:
+        """Drafts in both row layouts, [2, B, D] int64; None: the algorithm has failed."""
+        return self.algorithm.propose_row_layouts(self._propose_input(given))
 
     def _propose_input(self, given: DecodeInput, host: HostTokens | None = None) -> ProposeInput:
         tokens, shape = given.tokens, given.shape

@@ -50,13 +50,13 @@ class SafeAlgorithm:
         # A tree if the algorithm drafts trees: captured steps are specialised to it.
         return Draft(tokens, torch.zeros_like(tokens) if self._trees else None)
 
-    def propose_readings(self, step: ProposeInput) -> Tensor | None:
-        """Drafts in both readings, [2, B, D] int64; None if it fails."""
+    def propose_row_layouts(self, step: ProposeInput) -> Tensor | None:
+        """Drafts in both row layouts, [2, B, D] int64; None if it fails."""
         if not self._disabled:
             try:
-                return self.algorithm.propose_readings(step)
+                return self.algorithm.propose_row_layouts(step)
             except Exception as error:  # noqa: BLE001  a plugin's code; the text is not affected
-                self._report("propose_readings", error)
+                self._report("propose_row_layouts", error)
         return None
 
     def observe(self, step: ObserveInput) -> None:

@@ -68,8 +68,6 @@ def family_of(file: GgufFile) -> Family:
             f"{file.path}: architecture {shown(name)} is not supported as GGUF. Known:"
             f" {', '.join(FAMILIES)}; take the model's safetensors instead."
         )
-    if any("_exps." in name for name in file.tensors):
-        raise ConfigError(f"{file.path}: mixtures of experts are not supported as GGUF.")
     return family
 
 
@@ -77,9 +75,11 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     """The keys of config.json that the metadata has.
 
     Raises:
-        ConfigError: another architecture, or a key is missing or of another type.
+        ConfigError: another architecture, experts, or a key is missing or of another type.
     """
     family, keys = family_of(file), _Keys(file)
+    if any("_exps." in name for name in file.tensors):
+        raise ConfigError(f"{file.path}: mixtures of experts are not supported as GGUF.")
     heads, hidden = keys.number("attention.head_count"), keys.number("embedding_length")
     config: dict[str, Any] = {
         "architectures": [family.architecture],

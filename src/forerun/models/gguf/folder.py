@@ -33,7 +33,6 @@ def gguf_folder(file: Path) -> Path:
     """
     file = file.absolute()
     gguf = read_gguf(file)
-    config = config_of(gguf)
     state = file.stat()
     mark = f"{__version__} {file} {state.st_size} {state.st_mtime_ns}"
     try:
@@ -41,7 +40,7 @@ def gguf_folder(file: Path) -> Path:
         folder = parent / sha256(mark.encode()).hexdigest()[:24]
         if (folder / TOKENIZER).exists():
             return folder
-        tokenizer = _tokenizer(gguf)
+        config, tokenizer = config_of(gguf), _tokenizer(gguf)
         if folder.is_dir():
             return folder
         parent.mkdir(parents=True, exist_ok=True)

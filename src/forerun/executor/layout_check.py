@@ -1,9 +1,10 @@
-"""Whether a draft's files were read right, seen over the first steps.
+"""Whether a draft is served in the row layout it was trained in, seen over the first steps.
 
-Read wrongly, a draft gives the right text and hardly an accepted token, and no error. Before each
-of the first steps with drafts, its first request is drafted for once more, outside of the captured
-step: as the files are read, and in the other reading. What the step then commits says which of the
-two would have had more accepted. Counts stay on the device until the last of these steps.
+In the wrong one a draft gives the right text and hardly an accepted token, and no error. Before
+each of the first steps with drafts, its first request is drafted for once more, outside of the
+captured step, in the layout that is served and in the other one. What the step then commits says
+which of the two would have had more accepted. Counts stay on the device until the last of these
+steps.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ class _Checked:
     drafts: Tensor  # [2, 1, D] int64
 
 
-class ReadingCheck:
-    """Counts the drafts that are right in each reading."""
+class RowLayoutCheck:
+    """Counts the drafts that are right in each row layout."""
 
     def __init__(self, step: DeviceStep) -> None:
         self._step, self._steps = step, EagerSteps(step)
         self._left = CHECKED_STEPS
         self._checked: _Checked | None = None
-        # Right drafts as read and in the other reading, and steps in which each had more.
+        # Right drafts of the served layout and of the other, and steps in which each had more.
         self._counts = torch.zeros(4, dtype=torch.int64, device=step.tables.device)
 
     @torch.inference_mode()
@@ -47,10 +48,10 @@ class ReadingCheck:
         """Runs what a check runs, on the padding slot, so that its kernels compile at start."""
         slot, bound = self._step.tables.padding_slot, 1 + self._step.caps.kv_reserve
         with self._step.dummy_steps():
-            self._steps.propose_readings(self._batch(slot, bound, GREEDY, HostBatch.padding(1)))
+            self._steps.propose_row_layouts(self._batch(slot, bound, GREEDY, HostBatch.padding(1)))
 
     def before(self, slot: int, kv_len_ub: int, flags: SamplingFlags, lengths: HostBatch) -> None:
-        """Drafts for a request of the step that comes next, in both readings.
+        """Drafts for a request of the step that comes next, in both row layouts.
 
         Args:
             kv_len_ub: of that step, as in `DecodeBatch`.
@@ -61,7 +62,7 @@ class ReadingCheck:
             return
         batch = self._batch(slot, kv_len_ub, flags, lengths)
         start = self._step.tables.kv_len[slot : slot + 1].clone()
-        drafts = self._steps.propose_readings(batch)
+        drafts = self._steps.propose_row_layouts(batch)
         if drafts is None:  # the algorithm has failed
             self._left = 0
             return
@@ -89,10 +90,10 @@ class ReadingCheck:
         return DecodeBatch([slot], self._step.caps.num_verify_tokens, kv_len_ub, flags, lengths)
 
 
-def warning(counts: Tensor, other_reading: str) -> str | None:
-    """What to tell the user of the counts of `ReadingCheck.after`, on the host; None: nothing.
+def warning(counts: Tensor, other_row_layout: str) -> str | None:
+    """What to tell the user of the counts of `RowLayoutCheck.after`, on the host; None: nothing.
 
-    The other reading is clearly better if it would have had more drafts accepted in more of the
+    The other layout is clearly better if it would have had more drafts accepted in more of the
     steps that tell the two apart than chance explains (a sign test).
     """
     own, other, own_wins, other_wins = counts.tolist()
@@ -100,5 +101,5 @@ def warning(counts: Tensor, other_reading: str) -> str | None:
         return None
     return (
         f"The draft seems to be misread: in {CHECKED_STEPS} steps {own} of its drafts were right,"
-        f" and at least {other} would have been with {other_reading}. Set that."
+        f" and at least {other} would have been with {other_row_layout}. Set that."
     )

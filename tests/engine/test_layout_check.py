@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from forerun import LLM
-from forerun.executor import reading_check
+from forerun.executor import layout_check
 from forerun.executor.device_executor import DeviceExecutor
-from forerun.executor.reading_check import warning
+from forerun.executor.layout_check import warning
 from forerun.speculative.base import ProposeInput
 from forerun.speculative.dflash import DFlash
 from tests.engine.test_golden_heads import HEADS, cases
@@ -47,7 +47,7 @@ def texts(llm: LLM, name: str) -> list[list[int]]:
 
 def check_of(llm: LLM) -> Any:
     assert isinstance(llm.engine.executor, DeviceExecutor)
-    return llm.engine.executor.reading_check
+    return llm.engine.executor.layout_check
 
 
 @pytest.mark.parametrize(("name", "graphs"), CELLS)
@@ -77,8 +77,8 @@ def test_the_wrong_layout_warns(name: str, graphs: bool, caplog: pytest.LogCaptu
 def test_trees_and_joined_drafts_are_checked(
     algorithm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading_check, "CHECKED_STEPS", 40)
-    monkeypatch.setattr(reading_check, "SIGNIFICANT", 2.0)
+    monkeypatch.setattr(layout_check, "CHECKED_STEPS", 40)
+    monkeypatch.setattr(layout_check, "SIGNIFICANT", 2.0)
     name = "causal-zlab-mixed-w20-b8"
     settings = {"speculative_suffix_max_cached_requests": 0} if "," in algorithm else {}
     for layout, count in ((None, 0), ("anchor-first", 1)):
@@ -88,10 +88,10 @@ def test_trees_and_joined_drafts_are_checked(
 
 
 def test_counts_are_those_of_the_committed_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against drafts of both readings and the text, counted as loops."""
-    monkeypatch.setattr(reading_check, "CHECKED_STEPS", 8)
+    """Against drafts of both row layouts and the text, counted as loops."""
+    monkeypatch.setattr(layout_check, "CHECKED_STEPS", 8)
     name, seen = "dspark-speculators-fillin-pruned-b6", []
-    propose = DFlash.propose_readings
+    propose = DFlash.propose_row_layouts
 
     def watched(self: DFlash, step: ProposeInput) -> torch.Tensor:
         drafts = propose(self, step)
@@ -99,7 +99,7 @@ def test_counts_are_those_of_the_committed_tokens(monkeypatch: pytest.MonkeyPatc
             seen.append((int(step.start[0]), drafts[:, 0].tolist()))
         return drafts
 
-    monkeypatch.setattr(DFlash, "propose_readings", watched)
+    monkeypatch.setattr(DFlash, "propose_row_layouts", watched)
     case = cases(name)[0]
     counts: list[torch.Tensor] = []
     with pair(name, None) as llm:
@@ -113,9 +113,9 @@ def test_counts_are_those_of_the_committed_tokens(monkeypatch: pytest.MonkeyPatc
     want = [0, 0, 0, 0]
     for (start, drafts), accepted in zip(seen, out.meta_info["spec_accept_lengths"], strict=False):
         lengths = []
-        for reading in drafts:
+        for served in drafts:
             known = text[start + 1 : start + 1 + accepted]
-            equal = [a == b for a, b in zip(reading, known, strict=False)]
+            equal = [a == b for a, b in zip(served, known, strict=False)]
             lengths.append(equal.index(False) if False in equal else len(equal))
         assert lengths[0] == min(accepted - 1, len(drafts[0]))
         own, other = lengths
@@ -124,15 +124,15 @@ def test_counts_are_those_of_the_committed_tokens(monkeypatch: pytest.MonkeyPatc
 
 
 def test_it_ends_after_the_first_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading_check, "CHECKED_STEPS", 16)
+    monkeypatch.setattr(layout_check, "CHECKED_STEPS", 16)
     calls: list[int] = []
-    propose = DFlash.propose_readings
+    propose = DFlash.propose_row_layouts
 
     def counted(self: DFlash, step: ProposeInput) -> torch.Tensor:
         calls.append(len(step.slots))
         return propose(self, step)
 
-    monkeypatch.setattr(DFlash, "propose_readings", counted)
+    monkeypatch.setattr(DFlash, "propose_row_layouts", counted)
     with golden_llm("DFLASH") as llm:
         llm.generate(input_ids=[case["prompt"] for case in CASES], sampling_params=GREEDY)
         assert check_of(llm) is None and not llm.stats()["warnings"]
@@ -145,7 +145,7 @@ def test_an_error_in_it_is_one_of_the_algorithm(
     def failing(self: DFlash, step: ProposeInput) -> torch.Tensor:
         raise RuntimeError("out of order")
 
-    monkeypatch.setattr(DFlash, "propose_readings", failing)
+    monkeypatch.setattr(DFlash, "propose_row_layouts", failing)
     prompt = CASES[0]["prompt"]
     with golden_llm() as llm:
         plain = llm.generate(input_ids=prompt, sampling_params=GREEDY).output_ids
