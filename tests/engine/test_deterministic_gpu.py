@@ -26,6 +26,7 @@ def test_what_has_no_such_kernels_is_refused() -> None:
     with pytest.raises(ConfigError, match="float32 weights"):
         LLM(
             str(GOLDEN / "target"),
+            skip_tokenizer_init=True,
             device="cuda",
             dtype="float32",
             enable_deterministic_inference=True,
@@ -33,6 +34,7 @@ def test_what_has_no_such_kernels_is_refused() -> None:
     with pytest.raises(ConfigError, match="fp8 weights"):
         LLM(
             str(GOLDEN / "target"),
+            skip_tokenizer_init=True,
             device="cuda",
             quantization="fp8",
             enable_deterministic_inference=True,
