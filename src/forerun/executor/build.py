@@ -321,7 +321,7 @@ class _Builder:
         made_up = step.simulate is not None or self.settings.config.load_format in DUMMY_FORMATS
         if step.caps.other_row_layout is None or made_up:
             return None
-        check = RowLayoutCheck(step)
+        check = RowLayoutCheck(step, self.settings.limits.max_positions)
         check.warm_up()
         return check
 

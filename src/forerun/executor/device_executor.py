@@ -350,7 +350,7 @@ class DeviceExecutor:
             return
         slot, bound = batch.slots[0], batch.lengths.kv_lens[0]
         lengths = self.tables.host_batch([slot], [bound])
-        check.before(slot, batch.kv_len_ub, self.flags([slot]), lengths)
+        check.before(slot, self.flags([slot]), lengths)
         clock.restart()
 
     def _due_layout_counts(self) -> Tensor | None:

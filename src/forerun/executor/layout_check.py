@@ -18,7 +18,7 @@ from torch import Tensor
 from forerun.attention.base import HostBatch
 from forerun.executor.graphs.steps import DecodeBatch, EagerSteps
 from forerun.executor.step.device_step import DeviceStep
-from forerun.sampling.sampler import GREEDY, SamplingFlags
+from forerun.sampling.sampler import GREEDY, SAMPLED, SamplingFlags
 
 CHECKED_STEPS = 64
 SIGNIFICANT = 3.0  # standard deviations
@@ -36,8 +36,11 @@ class _Checked:
 class RowLayoutCheck:
     """Counts the drafts that are right in each row layout."""
 
-    def __init__(self, step: DeviceStep) -> None:
+    def __init__(self, step: DeviceStep, kv_len_ub: int) -> None:
+        """`kv_len_ub`: largest number of KV slots of a request, whatever its length is; other
+        bounds would be other kernels, compiled while a request waits."""
         self._step, self._steps = step, EagerSteps(step)
+        self._kv_len_ub = kv_len_ub
         self._left = CHECKED_STEPS
         self._checked: _Checked | None = None
         # Right drafts of the served layout and of the other, and steps in which each had more.
@@ -46,21 +49,21 @@ class RowLayoutCheck:
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Runs what a check runs, on the padding slot, so that its kernels compile at start."""
-        slot, bound = self._step.tables.padding_slot, 1 + self._step.caps.kv_reserve
+        slot = self._step.tables.padding_slot
         with self._step.dummy_steps():
-            self._steps.propose_row_layouts(self._batch(slot, bound, GREEDY, HostBatch.padding(1)))
+            for flags in (GREEDY, SAMPLED):
+                self._steps.propose_row_layouts(self._batch(slot, flags, HostBatch.padding(1)))
 
-    def before(self, slot: int, kv_len_ub: int, flags: SamplingFlags, lengths: HostBatch) -> None:
+    def before(self, slot: int, flags: SamplingFlags, lengths: HostBatch) -> None:
         """Drafts for a request of the step that comes next, in both row layouts.
 
         Args:
-            kv_len_ub: of that step, as in `DecodeBatch`.
             flags: of the request.
             lengths: of the request alone.
         """
         if not self._left:
             return
-        batch = self._batch(slot, kv_len_ub, flags, lengths)
+        batch = self._batch(slot, flags, lengths)
         start = self._step.tables.kv_len[slot : slot + 1].clone()
         drafts = self._steps.propose_row_layouts(batch)
         if drafts is None:  # the algorithm has failed
@@ -83,11 +86,10 @@ class RowLayoutCheck:
         self._counts += torch.stack([own, other, own > other, other > own])
         return None if self._left else self._counts
 
-    def _batch(
-        self, slot: int, kv_len_ub: int, flags: SamplingFlags, lengths: HostBatch
-    ) -> DecodeBatch:
+    def _batch(self, slot: int, flags: SamplingFlags, lengths: HostBatch) -> DecodeBatch:
         """A step of full width, whatever that of the batch is: its kernels are compiled."""
-        return DecodeBatch([slot], self._step.caps.num_verify_tokens, kv_len_ub, flags, lengths)
+        width = self._step.caps.num_verify_tokens
+        return DecodeBatch([slot], width, self._kv_len_ub, flags, lengths)
 
 
 def warning(counts: Tensor, other_row_layout: str) -> str | None:
