@@ -44,6 +44,9 @@ class TrainOptions:
     template: str | None = setting(None, "chat template: a file (default: the target's own)")
     seq_len: int = setting(1024, "tokens of a packed sequence")
     batch_size: int = setting(8, "sequences of a step, over all GPUs")
+    micro_batch: int | None = setting(
+        None, "sequences at a time on each GPU (default: all of its part of a batch)"
+    )
     validation_share: float = setting(0.02, "part of the records that is kept for validation")
     validation_batches: int = setting(4, "batches of validation data that are scored each time")
     hidden_states: str | None = setting(
@@ -51,9 +54,11 @@ class TrainOptions:
     )
     # The objective.
     anchors: int = setting(128, "blocks of each sequence in a step, at random places")
-    ce_weight: float = setting(1.0, "weight of cross-entropy to the text")
-    kl_weight: float = setting(0.0, "weight of the forward KL divergence from the target")
-    tv_weight: float = setting(0.0, "weight of the total variation distance to the target (L1)")
+    ce_weight: float | None = setting(None, "weight of cross-entropy to the text")
+    kl_weight: float | None = setting(None, "weight of the KL divergence from the target")
+    l1_weight: float | None = setting(
+        None, "weight of |p_draft - p_target|, twice the total variation (all three: by kind)"
+    )
     decay: float = setting(4.0, "γ of position weights e^(-k/γ)")
     dpace: float = setting(0.0, "above 0: α of D-PACE, which replaces the fixed decay")
     # The run.
@@ -118,8 +123,9 @@ class TrainOptions:
                 f"block_size {self.block_size} is larger than seq_len {self.seq_len}: no block"
                 " fits. Lower block_size or raise seq_len."
             )
-        if self.ce_weight + self.kl_weight + self.tv_weight <= 0:
-            raise ConfigError("ce_weight, kl_weight and tv_weight are all 0; give one a weight.")
+        weights = self.ce_weight, self.kl_weight, self.l1_weight
+        if any(weight is not None for weight in weights) and not any(weights):
+            raise ConfigError("ce_weight, kl_weight and l1_weight are all 0; give one a weight.")
 
     def settings(self) -> dict[str, Any]:
         """What decides the course of a run, for checkpoints; values are as JSON has them."""
@@ -145,9 +151,9 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
 }
 LEAST: Mapping[str, float] = {
     "num_layers": 1, "block_size": 2, "seq_len": 16, "batch_size": 1, "anchors": 1,
-    "max_steps": 1, "head_rank": 1, "selector_top_k": 1, "validation_batches": 1,
+    "max_steps": 1, "micro_batch": 1, "head_rank": 1, "selector_top_k": 1, "validation_batches": 1,
     "learning_rate": 0, "decay": 0.01, "dpace": 0, "save_every": 1, "validate_every": 1,
-    "log_every": 1, "ce_weight": 0, "kl_weight": 0, "tv_weight": 0, "max_minutes": 0.01,
+    "log_every": 1, "ce_weight": 0, "kl_weight": 0, "l1_weight": 0, "max_minutes": 0.01,
     "draft_vocab_size": 16, "clip": 0, "intermediate_size": 1, "weight_decay": 0,
 }  # fmt: skip
 

@@ -1,12 +1,245 @@
-"""`run`: trains a draft as the options say and exports it."""
+"""`run`: trains a draft as the options say and exports the best one."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from forerun.core.errors import ConfigError
+from forerun.models.tokenizer import load_tokenizer
+from forerun_train.batch import Batch
+from forerun_train.drafts.build import OFFSETS, BuiltDraft, build_draft, tensors_of
+from forerun_train.drafts.mask_token import choose_mask_token
+from forerun_train.export import export_draft
+from forerun_train.hidden_states import FrozenTarget, load_frozen_target
+from forerun_train.trainer.checkpoint import Checkpoints, check_same_settings, read_state
+from forerun_train.trainer.distributed import Ranks, joined_ranks, shard, whole_parameters
+from forerun_train.trainer.loop import Ahead, Progress, Stream, Trainer, Window
 from forerun_train.trainer.options import TrainOptions
+from forerun_train.trainer.validation import validate
+from forerun_train.trainer.view import Log
+
+DRAFT = "draft"  # the exported one, in the output folder
+COUNTED_BATCHES = 64  # of which a pruned vocabulary's frequencies are taken
 
 
-def run(options: TrainOptions) -> Path:
-    """Trains, and returns the folder of the exported draft."""
-    raise NotImplementedError(f"training of {options.kind}")
+@dataclass(frozen=True)
+class Data:
+    """What a run reads: streams begin anew with every call."""
+
+    train: Callable[[], Stream]
+    validation: Callable[[], Stream]
+
+
+OpenData = Callable[[TrainOptions, Any, Ranks], Data]
+
+
+def run(options: TrainOptions, open_data: OpenData | None = None) -> Path:
+    """Trains, and returns the folder of the exported draft.
+
+    Args:
+        open_data: (options, tokenizer, ranks) -> the data; None: what `options.data` names.
+
+    Raises:
+        ConfigError: whatever cannot be done, before it starts.
+    """
+    options.check()
+    output = Path(options.output)
+    with joined_ranks(options.device, options.batch_size) as ranks:
+        checkpoint = _resumed(options, Checkpoints(output, ranks))
+        dtype = compute_dtype(options.dtype, ranks.device)
+        target = load_frozen_target(
+            options.target, dtype, ranks.device, options.seq_len + options.block_size
+        )
+        tokenizer = load_tokenizer(target.folder)
+        data = (open_data or open_records_of)(options, tokenizer, ranks)
+        mask = choose_mask_token(tokenizer, target.config.vocab_size, options.mask_token_id)
+        built = build_draft(options, target, mask, _frequent(options, data, target, ranks))
+        shard(built.model, ranks, dtype)
+        job = Job(options, ranks, target, built, data)
+        job.train(checkpoint)
+    return output / DRAFT
+
+
+def compute_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The dtype of target and computation; masters are float32 whatever it is."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return torch.bfloat16 if name == "bfloat16" else torch.float32
+
+
+def open_records_of(options: TrainOptions, tokenizer: Any, ranks: Ranks) -> Data:
+    """The records of `options.data`, packed."""
+    from forerun_train.data.packing import PackedStream
+    from forerun_train.data.records import open_records
+
+    train, validation = open_records(options.data, options.validation_share, options.seed)
+
+    def stream(source: Any) -> Stream:
+        return PackedStream(
+            source,
+            tokenizer,
+            options.template,
+            options.seq_len,
+            options.batch_size,
+            options.seed,
+            ranks.rank,
+            ranks.size,
+        )
+
+    return Data(lambda: stream(train), lambda: stream(validation))
+
+
+def _resumed(options: TrainOptions, checkpoints: Checkpoints) -> Path | None:
+    """The checkpoint to go on from; None: a new run."""
+    newest = checkpoints.newest()
+    if newest is None:
+        if options.resume and checkpoints.folder.parent.exists():
+            print(f"No checkpoint in {options.output} yet: a new run begins.", flush=True)
+        return None
+    if not options.resume:
+        raise ConfigError(
+            f"{options.output} has a run already, at {newest.name}; give --resume to go on with it,"
+            " or another output folder."
+        )
+    check_same_settings(read_state(newest)["settings"], options.settings())
+    return newest
+
+
+def _frequent(
+    options: TrainOptions, data: Data, target: FrozenTarget, ranks: Ranks
+) -> Tensor | None:
+    """The most frequent labels, for a pruned vocabulary: [V_d] int64, rising."""
+    size = options.draft_vocab_size
+    if size is None or size >= target.config.vocab_size:
+        return None
+    counts = torch.zeros(target.config.vocab_size, dtype=torch.int64)
+    for _, batch in zip(range(COUNTED_BATCHES), data.train(), strict=False):
+        labels = batch.input_ids[batch.loss_mask]
+        counts += torch.bincount(labels, minlength=len(counts))
+    counts = ranks.sum(counts.to(ranks.device)).cpu()
+    return counts.topk(size).indices.sort().values
+
+
+@dataclass
+class Job:
+    """A run from its first step to its last."""
+
+    options: TrainOptions
+    ranks: Ranks
+    target: FrozenTarget
+    built: BuiltDraft
+    data: Data
+    best: float = 0.0  # accept length
+    progress: Progress = field(init=False)
+
+    def __post_init__(self) -> None:
+        minutes = self.options.max_minutes
+        seconds = None if minutes is None else 60 * minutes
+        self.progress = Progress(self.options.max_steps, seconds)
+        self._output = Path(self.options.output)
+        self._checkpoints = Checkpoints(self._output, self.ranks)
+        self._trainer = Trainer(self.options, self.target, self.built.model, self.ranks)
+
+    def train(self, checkpoint: Path | None) -> None:
+        """Trains from a checkpoint, or from the beginning."""
+        stream = self.data.train()
+        if checkpoint is not None:
+            self._load(checkpoint, stream)
+        compiled = self.options.compile
+        if self.target.device.type == "cuda" if compiled is None else compiled:
+            self.built.model.compile_parts()
+        resumed = None if checkpoint is None else self.progress.step
+        self._log = Log(self._output, self.ranks.first, resumed)
+        self._scored = self._validation_batches()
+        with Ahead(stream).running() as batches:
+            self._steps(batches)
+
+    def _steps(self, batches: Ahead) -> None:
+        progress, options = self.progress, self.options
+        before, started, window = progress.elapsed, time.perf_counter(), Window()
+        while not progress.ended:
+            host, position = batches.next()
+            window.steps.append(self._trainer.step(host, progress.step, progress.done))
+            progress.advance()
+            last = progress.ended
+            if last or progress.step % options.log_every == 0 or progress.step == WARM_STEPS:
+                line = window.read()
+                elapsed = before + time.perf_counter() - started
+                self._fit(elapsed, line["seconds_per_step"])
+                self._log.write(self._log_line(line))
+                last = progress.ended
+            if progress.step == WARM_STEPS and before == 0:
+                started = window.started = time.perf_counter()  # compiling is not training
+            if last or progress.step % options.validate_every == 0:
+                self._validate()
+            if last or progress.step % options.save_every == 0:
+                self._save(position)
+
+    def _fit(self, elapsed: float, seconds_per_step: float) -> None:
+        if self.progress.step > WARM_STEPS:
+            self.progress.fit(self.ranks.of_first(elapsed), self.ranks.of_first(seconds_per_step))
+
+    def _log_line(self, line: dict[str, Any]) -> dict[str, Any]:
+        options, progress = self.options, self.progress
+        tokens = options.batch_size * options.seq_len / line["seconds_per_step"]
+        return {
+            "step": progress.step,
+            "done": round(progress.done, 4),
+            "learning_rate": self._trainer.optimizers.rate(progress.done),
+            **line,
+            "tokens_per_second": round(tokens),
+        }
+
+    def _validation_batches(self) -> Sequence[Batch]:
+        wanted = range(self.options.validation_batches)
+        pairs = zip(wanted, self.data.validation(), strict=False)
+        return [Batch.of(batch, self.target.device) for _, batch in pairs]
+
+    def _validate(self) -> None:
+        """Scores the draft, and exports it if it is the best so far."""
+        options = self.options
+        found = validate(self.built.model, self.target, self._scored, options.anchors, options.seed)
+        self._log.write({"step": self.progress.step, **found.as_log()})
+        if found.accept_length > self.best:
+            self.best = found.accept_length
+            self._export()
+
+    def _export(self) -> None:
+        parameters = whole_parameters(self.built.model)
+        if not self.ranks.first:
+            return
+        tensors = tensors_of(self.built.model, parameters)
+        ids = self.built.ids
+        if ids is not None:
+            tensors["lm_head.weight"] = self.target.head[ids.to(self.target.device)]
+            tensors[OFFSETS] = ids - torch.arange(len(ids))
+        export_draft(self._output / DRAFT, self.built.raw, tensors)
+
+    def _save(self, position: dict[str, Any]) -> None:
+        state = {
+            "settings": self.options.settings(),
+            "world_size": self.ranks.size,
+            "data": position,
+            "progress": self.progress.state(),
+            "best": self.best,
+        }
+        self._checkpoints.save(
+            self.progress.step, self.built.model, self._trainer.optimizers, state
+        )
+
+    def _load(self, checkpoint: Path, stream: Stream) -> None:
+        state = read_state(checkpoint)
+        self._checkpoints.load(checkpoint, self.built.model, self._trainer.optimizers)
+        stream.load_state_dict(state["data"])
+        self.progress.load(state)
+        self.best = float(state["best"])
+
+
+WARM_STEPS = 3  # what is compiled is compiled in these

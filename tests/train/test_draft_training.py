@@ -1,0 +1,204 @@
+"""Drafts in training compared with the drafts that serve, and the parts of a step with oracles."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from forerun.attention.base import AttentionBatch, AttentionContext, LayerMask, Mask
+from forerun.models.dflash import DFlashDraft, load_dflash
+from forerun_train.drafts import draft as draft_module
+from forerun_train.drafts.blocks import blocks_at, can_anchor, sample_anchors
+from forerun_train.drafts.build import BuiltDraft, build_draft, tensors_of
+from forerun_train.drafts.draft import BlockDraft
+from forerun_train.export import export_draft
+from forerun_train.hidden_states import FrozenTarget, load_frozen_target
+from forerun_train.masks import BlockPlaces, MaskShape, attend, blocks_after_context, make_mask
+from forerun_train.objectives import PositionWeights
+from forerun_train.trainer.distributed import whole_parameters
+from forerun_train.trainer.options import TrainOptions
+from tests.models.support import CPU, CPU_F32, Loop, family, save
+from tests.train.packed import packed
+
+VOCAB, BLOCK = 96, 5
+DOCUMENTS = [[30, 18], [11, 37]]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> FrozenTarget:
+    folder = save(family("llama"), tmp_path_factory.mktemp("target"))
+    return load_frozen_target(str(folder), torch.float32, CPU, 64)
+
+
+def options_of(kind: str, **given: Any) -> TrainOptions:
+    given = {"num_layers": 2, "block_size": BLOCK, "seq_len": 48, "batch_size": 2, **given}
+    return TrainOptions.of(
+        None, {"kind": kind, "target": "-", "data": "-", "output": "-", "anchors": 6, **given}
+    )
+
+
+def built(target: FrozenTarget, kind: str, **given: Any) -> BuiltDraft:
+    """A draft with weights far from their first ones, so that every part matters."""
+    ids = given.pop("ids", None)
+    draft = build_draft(options_of(kind, **given), target, VOCAB - 1, ids)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in draft.model.parameters():
+            parameter += torch.randn(parameter.shape, generator=generator) * 0.15
+    return draft
+
+
+class Step:
+    """A batch with blocks on it, and what the target says of it."""
+
+    def __init__(self, target: FrozenTarget, draft: BlockDraft, anchors: int = 6) -> None:
+        self.batch = packed(DOCUMENTS, VOCAB)
+        self.states = target.hidden_states(self.batch, draft.config.target_layer_ids)
+        noise = torch.rand(self.batch.input_ids.shape, generator=torch.Generator().manual_seed(1))
+        self.anchors, self.chosen = sample_anchors(self.batch, noise, anchors)
+        self.blocks = blocks_at(self.batch, self.anchors, self.chosen, draft.num_drafts)
+
+
+def test_hidden_states_are_those_of_each_document_alone(tmp_path: Path) -> None:
+    model = family("llama")
+    folder = save(model, tmp_path)
+    target = load_frozen_target(str(folder), torch.float32, CPU, 64)
+    batch = packed(DOCUMENTS, VOCAB)
+    states = target.hidden_states(batch, (0, 1))
+    for row, lengths in enumerate(DOCUMENTS):
+        first = 0
+        for length in lengths:
+            places = slice(first, first + length)
+            first += length
+            with torch.no_grad():
+                alone = model(batch.input_ids[row : row + 1, places], output_hidden_states=True)
+            aux = torch.cat(alone.hidden_states[1:3], -1)[0]
+            torch.testing.assert_close(states.aux[row, places], aux, rtol=1e-4, atol=1e-5)
+            logits = target.logits(states.final[row, places])
+            torch.testing.assert_close(logits, alone.logits[0], rtol=1e-4, atol=1e-5)
+
+
+KINDS = [LayerMask(mask, window) for mask in (Mask.BLOCK, Mask.CAUSAL) for window in (None, 7)]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_flex_attention_sees_what_the_dense_mask_shows(kind: LayerMask) -> None:
+    generator = torch.Generator().manual_seed(0)
+    anchors = torch.randint(1, 127, (2, 16), generator=generator).sort(1).values
+    first = (anchors - torch.randint(0, 40, (2, 16), generator=generator)).clamp(min=0)
+    seen = blocks_after_context(BlockPlaces(first, anchors, 8, 128), kind)
+    q = torch.randn(2, 4, 128, 16, generator=generator)
+    k, v = (torch.randn(2, 2, 256, 16, generator=generator) for _ in range(2))
+    dense = attend(q, k, v, make_mask(seen, MaskShape(2, 128, 256, CPU)), 0.25)
+    blocks = create_block_mask(seen, 2, None, 128, 256, device="cpu")
+    flex = flex_attention(q, k, v, block_mask=blocks, scale=0.25, enable_gqa=True)
+    torch.testing.assert_close(flex, dense, rtol=1e-5, atol=1e-5)
+
+
+def test_anchors_and_labels() -> None:
+    batch = packed([[9, 12]], VOCAB)  # supervised: 3 to 8, and 9 + 4 to 20
+    assert can_anchor(batch)[0].nonzero().flatten().tolist() == [*range(2, 8), *range(12, 20)]
+    noise = torch.rand((1, 21), generator=torch.Generator().manual_seed(0))
+    anchors, chosen = sample_anchors(batch, noise, 16)
+    assert anchors[chosen].tolist() == [*range(2, 8), *range(12, 20)]
+    blocks = blocks_at(batch, torch.tensor([[2, 6, 18]]), torch.tensor([[True, True, False]]), 4)
+    assert blocks.valid[0].tolist() == [[True] * 4, [True, True, False, False], [False] * 4]
+    assert blocks.tokens[0, 1, :3].tolist() == batch.input_ids[0, 6:9].tolist()
+    assert blocks.positions.tolist() == [[2, 6, 9]]
+
+
+def served(draft: BuiltDraft, target: FrozenTarget, folder: Path) -> DFlashDraft:
+    tensors = tensors_of(draft.model, whole_parameters(draft.model))
+    export_draft(folder, draft.raw, tensors, torch.float32)
+    return load_dflash(folder, CPU_F32, 64, target.model)
+
+
+class Forced:
+    """Draws the labels, and keeps the scores they were drawn from."""
+
+    def __init__(self, labels: Tensor) -> None:
+        self.labels, self.scores, self.columns = labels, [], []  # type: ignore[var-annotated]
+
+    def __call__(self, scores: Tensor, first: int, columns: Tensor | None = None) -> Tensor:
+        self.scores.append(scores)
+        self.columns.append(columns)
+        return self.labels[:, first : first + scores.shape[1]]
+
+
+def serve_block(draft: DFlashDraft, step: Step, place: tuple[int, int]) -> Tensor:
+    """Hidden states [R, H] of one block, through paged K/V: its document's context, then it."""
+    row = place[0]
+    anchor, position = step.anchors[place].item(), step.blocks.positions[place].item()
+    config = draft.config
+    layout = config.kv_layout(torch.float32)
+    loop = Loop.over(draft.forward, layout, draft.layer_masks, config.num_heads, 1)
+    if position:
+        span = AttentionBatch(
+            loop.table[:1], torch.zeros(1, dtype=torch.int32), position, ragged=((0, position),)
+        )
+        context = AttentionContext(loop.backend, loop.backend.plan(span), span)
+        aux = step.states.aux[row, anchor - position : anchor]
+        with torch.inference_mode():
+            draft.write_context_kv(aux, torch.arange(position), context, None)
+    assert config.mask_token_id is not None
+    ids = torch.full((1, config.block_size), config.mask_token_id)
+    ids[0, 0] = step.batch.input_ids[row, anchor]
+    out: Tensor = loop.fixed([position], draft.embed_block(ids))
+    return out
+
+
+HEADS: dict[str, dict[str, Any]] = {"dflash": {}}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_block_is_that_of_the_served_draft(
+    name: str, target: FrozenTarget, tmp_path: Path
+) -> None:
+    given = HEADS[name]
+    draft = built(target, **{"kind": name.partition("-")[0], **given})
+    engine, step = served(draft, target, tmp_path / "draft"), Step(target, draft.model)
+    with torch.no_grad():
+        rows = draft.model.hidden(step.batch, step.states, step.blocks)
+    rows = rows.unflatten(1, (-1, BLOCK))
+    checked = 0
+    for place in step.chosen.nonzero().tolist():
+        row, block = place
+        hidden = serve_block(engine, step, (row, block))
+        torch.testing.assert_close(rows[row, block], hidden, rtol=1e-4, atol=1e-4)
+        checked += 1
+    assert checked >= 8
+
+
+def test_a_chunked_loss_has_the_gradients_of_the_whole(
+    target: FrozenTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logits of all rows in one piece, plain autograd, against chunks of three blocks."""
+    mix, weights = {"ce_weight": 0.3, "kl_weight": 0.5, "l1_weight": 0.7}, PositionWeights(3.0, 0.4)
+    draft = built(target, "dflash", dpace=0.4, **mix).model
+    step, zero = Step(target, draft), torch.zeros(())
+    monkeypatch.setitem(draft_module.CHUNK_LOGITS, "cpu", 3 * VOCAB * draft.num_drafts)
+    found = draft(step.batch, step.states, step.blocks, zero)
+    found.total.backward()
+    chunked = {name: p.grad for name, p in draft.named_parameters()}
+    draft.zero_grad()
+    hidden = draft.hidden(step.batch, step.states, step.blocks).unflatten(1, (-1, BLOCK))
+    logits = target.logits(hidden[:, :, 1:]).flatten(0, 1)
+    places = (step.anchors.unsqueeze(2) + torch.arange(4)).clamp(max=47)
+    of_target = target.logits(step.states.final[torch.arange(2).view(2, 1, 1), places])
+    of_target = of_target.flatten(0, 1)
+    labels, valid = step.blocks.tokens[:, :, 1:].flatten(0, 1), step.blocks.valid.flatten(0, 1)
+    p, q = logits.softmax(-1), of_target.softmax(-1)
+    ce = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
+    kl = (q * (q.log() - p.log())).sum(-1)
+    losses = 0.3 * ce + 0.5 * kl + 0.7 * (p - q).abs().sum(-1)
+    total = (losses * weights.of(ce, valid)).sum()
+    torch.testing.assert_close(found.total, total)
+    total.backward()
+    for name, parameter in draft.named_parameters():
+        torch.testing.assert_close(chunked[name], parameter.grad, rtol=1e-4, atol=1e-5, msg=name)

@@ -1,0 +1,128 @@
+"""The `config.json` of a draft to be trained: the target's shape, and what the options say.
+
+It is read by the engine's own parser, so a draft is trained as it will be served.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from forerun.config.json_files import read_json
+from forerun.config.model_config import ModelConfig
+from forerun.core.errors import ConfigError
+from forerun.models.dflash_config import DFlashConfig, parse_dflash_config
+from forerun_train.trainer.options import TrainOptions
+
+DEFAULT_FEATURES = 5  # layers of the target that a draft reads
+CONVOLUTION = {"conv_kernel_size": 2, "conv_group_size": 16}
+
+
+def spread_layers(num_layers: int, count: int = DEFAULT_FEATURES) -> tuple[int, ...]:
+    """Layers of the target to read, as z-lab's drafts do: from layer 1 to the third from the end.
+
+    Fewer than `count` where the target has no more.
+    """
+    if num_layers < 5 or count == 1:
+        return tuple(dict.fromkeys((num_layers // 2, max(0, num_layers - 2))))
+    places = (round(1 + i * (num_layers - 4) / (count - 1)) for i in range(count))
+    return tuple(dict.fromkeys(places))
+
+
+def draft_config(
+    options: TrainOptions, target: ModelConfig, mask_token: int, draft_vocab: int | None = None
+) -> dict[str, Any]:
+    """`config.json` in z-lab's layout, with keys that SGLang and vLLM read.
+
+    Args:
+        mask_token: id that stands for the unknown tokens of a block.
+        draft_vocab: size of a pruned vocabulary.
+    """
+    layers = options.target_layer_ids or spread_layers(target.num_layers)
+    _check_layers(layers, target)
+    inner: dict[str, Any] = {
+        "block_size": options.block_size,
+        "mask_token_id": mask_token,
+        "target_layer_ids": list(layers),
+    }
+    top, of_head = HEAD_KEYS[options.kind](options)
+    body = _body(options, target)
+    if draft_vocab is not None:
+        body["draft_vocab_size"] = draft_vocab
+    return {
+        "architectures": ["DFlashDraftModel"],
+        **body,
+        "num_target_layers": target.num_layers,
+        "block_size": options.block_size,
+        **top,
+        "dflash_config": inner | of_head,
+    }
+
+
+def parse(raw: Mapping[str, Any], where: str = "the draft's config") -> DFlashConfig:
+    """The config as the engine reads it."""
+    return parse_dflash_config(raw, where)
+
+
+def initial_config(folder: Path) -> dict[str, Any]:
+    """`config.json` of an exported draft that training starts from.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"initial_draft {folder} has no config.json; give an exported draft.")
+    return dict(read_json(folder / "config.json"))
+
+
+def _plain(options: TrainOptions) -> tuple[dict[str, Any], dict[str, Any]]:
+    return {}, {}
+
+
+HEAD_KEYS = {"dflash": _plain}
+
+
+def _body(options: TrainOptions, target: ModelConfig) -> dict[str, Any]:
+    return {
+        "model_type": "qwen3",
+        "hidden_size": target.hidden_size,
+        "intermediate_size": options.intermediate_size or target.intermediate_size,
+        "num_hidden_layers": options.num_layers,
+        "num_attention_heads": target.num_heads,
+        "num_key_value_heads": target.num_kv_heads,
+        "head_dim": target.head_dim,
+        "vocab_size": target.vocab_size,
+        "rms_norm_eps": target.rms_norm_eps,
+        "max_position_embeddings": target.max_position,
+        "rope_theta": target.rope.theta,
+        "rope_parameters": _rope(target),
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "hidden_act": "silu",
+        "initializer_range": 0.02,
+        "layer_types": ["full_attention"] * options.num_layers,
+        "sliding_window": None,
+        "use_sliding_window": False,
+        "max_window_layers": options.num_layers,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+    }
+
+
+def _rope(target: ModelConfig) -> dict[str, Any]:
+    """The target's rotary embedding where all of a head is rotated, else a plain one."""
+    stated = target.raw.get("rope_parameters")
+    if isinstance(stated, Mapping) and "rope_type" in stated and target.rope.scaling != "yarn":
+        return {k: v for k, v in stated.items() if k != "partial_rotary_factor"}
+    return {"rope_type": "default", "rope_theta": target.rope.theta}
+
+
+def _check_layers(layers: tuple[int, ...], target: ModelConfig) -> None:
+    if any(not 0 <= layer < target.num_layers for layer in layers):
+        raise ConfigError(
+            f"target_layer_ids {list(layers)} must lie between 0 and {target.num_layers - 1}, the"
+            " target's last layer."
+        )

@@ -1,0 +1,179 @@
+"""A DFlash draft in training: body, head, and the loss of all blocks of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from forerun.models.dflash_config import DFlashConfig
+from forerun_train.batch import Batch
+from forerun_train.drafts.blocks import Blocks, blocks_at, rows_before
+from forerun_train.drafts.body import DFlashBody
+from forerun_train.drafts.heads import Rows, TrainingHead
+from forerun_train.hidden_states import FrozenTarget, HiddenStates
+from forerun_train.masks import MaskShape, blocks_after_context, make_mask
+from forerun_train.objectives import BlockLoss, Chunk, Mix, PositionWeights, chunked_loss
+
+# Logits of a chunk, at most.
+CHUNK_LOGITS = {"cuda": 1 << 28, "cpu": 1 << 24}
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is minimised."""
+
+    mix: Mix
+    weights: PositionWeights
+
+
+class DraftVocabulary:
+    """The columns of a draft's LM head: all tokens, or the most frequent ones."""
+
+    def __init__(self, target: FrozenTarget, ids: Tensor | None = None) -> None:
+        """`ids` [V_d] int64, rising: tokens that the draft has; None: all."""
+        self.ids = None if ids is None else ids.to(target.device)
+        self.target = target
+        self.head = target.head if self.ids is None else target.head[self.ids]
+        self._columns: Tensor | None = None
+        if self.ids is not None:
+            columns = torch.full((len(target.head),), -1, device=target.device)
+            columns[self.ids] = torch.arange(len(self.ids), device=target.device)
+            self._columns = columns
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [..., H] -> [..., V_d]."""
+        return self.target.capped(nn.functional.linear(hidden, self.head))
+
+    def columns(self, tokens: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+        """Labels as columns, and which of them [n, D] still count: those up to a foreign one."""
+        if self._columns is None:
+            return tokens, valid
+        columns = self._columns[tokens]
+        known = (columns >= 0).long().cumprod(-1).bool()
+        return columns.clamp(min=0), valid & known
+
+
+class BlockDraft(nn.Module):
+    """Its parameters are those of the checkpoint, under `body.` and `head.`."""
+
+    def __init__(
+        self,
+        config: DFlashConfig,
+        body: DFlashBody,
+        head: TrainingHead,
+        vocabulary: DraftVocabulary,
+        objective: Objective,
+    ) -> None:
+        super().__init__()
+        self.config, self.body, self.head = config, body, head
+        self._vocabulary, self._objective = vocabulary, objective
+        self._compiled: dict[str, Callable[..., Any]] = {}  # not parts: their weights stand above
+
+    def compile_parts(self) -> None:
+        """Compiles the body and the loss, for shapes that stay the same."""
+        compiled: Any = torch.compile
+        self._compiled = {
+            "body": compiled(self.body, dynamic=False),
+            "loss": compiled(self._chunk_loss, dynamic=False),
+        }
+
+    @property
+    def first_row(self) -> int:
+        """The first row that predicts."""
+        return 0 if self.config.sample_from_anchor else 1
+
+    @property
+    def num_drafts(self) -> int:
+        """D: drafts of a block."""
+        return self.config.num_drafts
+
+    def forward(
+        self, batch: Batch, states: HiddenStates, blocks: Blocks, done: Tensor
+    ) -> BlockLoss:
+        """The loss of all blocks.
+
+        Args:
+            states: of the target, for the tokens of `batch`.
+            done: part of the run that is done, float32, on the device.
+        """
+        hidden = self.hidden(batch, states, blocks).unflatten(1, (-1, self.config.block_size))
+        hidden = hidden.flatten(0, 1)  # [n, R, H]
+        chunk = self._chunk(states, blocks, done)
+        limit = CHUNK_LOGITS.get(hidden.device.type, CHUNK_LOGITS["cpu"])
+        most = max(1, limit // (self.num_drafts * len(self._vocabulary.head)))
+        size = next(part for part in range(min(most, len(hidden)), 0, -1) if not len(hidden) % part)
+        loss = self._compiled.get("loss", self._chunk_loss)
+        return chunked_loss(loss, self.head, hidden, chunk, size)
+
+    def hidden(self, batch: Batch, states: HiddenStates, blocks: Blocks) -> Tensor:
+        """Hidden states of the rows of all blocks after the final norm, [B, N · R, H]."""
+        rows, length = self.config.block_size, batch.input_ids.shape[1]
+        assert self.config.mask_token_id is not None
+        embeds = self._vocabulary.target.embed(blocks.inputs(rows, self.config.mask_token_id))
+        queries = embeds.shape[1]
+        shape = MaskShape(len(embeds), queries, length + queries, embeds.device)
+        places = blocks.places(rows, length)
+        made = {
+            kind: make_mask(blocks_after_context(places, kind), shape)
+            for kind in dict.fromkeys(self.config.layer_masks())
+        }
+        masks = [made[kind] for kind in self.config.layer_masks()]
+        positions = batch.position_ids, blocks.row_positions(rows)
+        run = self._compiled.get("body", self.body)
+        out: Tensor = run(embeds, states.aux, positions, masks)
+        return out
+
+    def _chunk(self, states: HiddenStates, blocks: Blocks, done: Tensor) -> Chunk:
+        """What the loss reads of each block; all tensors begin with [n]."""
+        tokens, valid = blocks.tokens.flatten(0, 1), blocks.valid.flatten(0, 1)
+        before, embeds = tokens[:, :-1], None
+        target_rows = None
+        if self._objective.mix.reads_target or self.head.reads_target:
+            target_rows = rows_before(states.final, blocks.anchors, self.num_drafts).flatten(0, 1)
+        if self.head.reads_embeddings:
+            embeds = self._vocabulary.target.embed(before)
+        labels, valid = self._vocabulary.columns(tokens[:, 1:], valid)
+        return {
+            "before": before,
+            "labels": labels,
+            "valid": valid,
+            "target": target_rows,
+            "embeds": embeds,
+            "done": done.expand(len(tokens)),
+        }
+
+    def _chunk_loss(
+        self, parameters: dict[str, Tensor], hidden: Tensor, chunk: dict[str, Any]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        first, vocabulary = self.first_row, self._vocabulary
+        predicting = hidden[:, first : first + self.num_drafts]
+        target = chunk["target"]
+        rows = Rows(
+            predicting,
+            vocabulary.logits(predicting),
+            chunk["before"],
+            chunk["labels"],
+            chunk["valid"],
+            None if target is None else vocabulary.logits(target),
+            chunk["embeds"],
+            hidden[:, :first],
+        )
+        arguments = rows, self._objective.mix, self._objective.weights, chunk["done"][0]
+        loss, weight, drafts = functional_call(self.head, parameters, arguments)
+        return loss, weight.detach(), (drafts == rows.labels) & rows.valid
+
+
+@torch.no_grad()
+def right_drafts(
+    draft: BlockDraft, batch: Batch, states: HiddenStates, anchors: Tensor, chosen: Tensor
+) -> Tensor:
+    """[B, N, D] bool: which greedy drafts of the blocks at `anchors` [B, N] are the text's."""
+    blocks = blocks_at(batch, anchors, chosen, draft.num_drafts)
+    found = draft(batch, states, blocks, torch.zeros((), device=anchors.device))
+    right: Tensor = found.right.unflatten(0, anchors.shape)
+    return right

@@ -1,0 +1,212 @@
+"""The frozen target: hidden states of packed sequences, its embedding and its LM head.
+
+The target is the model that serves (`forerun.models`), over an attention backend that keeps no K/V:
+whole sequences of several documents go through at once, and no document sees another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from forerun.attention.base import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionContext,
+    AttentionNeed,
+    AttentionSpec,
+    Buffers,
+    LayerMask,
+    Plan,
+)
+from forerun.attention.capabilities import Capabilities
+from forerun.config.engine_config import EngineConfig
+from forerun.config.model_config import ModelConfig
+from forerun.core.errors import ConfigError
+from forerun.kvcache.layouts import DenseKV
+from forerun.kvcache.pools import ModelPools
+from forerun.llm.hub import with_local_paths
+from forerun.models.base import CausalLM
+from forerun.models.decoder import DecoderForCausalLM
+from forerun.models.loader import load_target
+from forerun_train.batch import Batch
+from forerun_train.masks import AttentionMask, MaskShape, attend, causal_in_documents, make_mask
+
+
+@dataclass(frozen=True)
+class HiddenStates:
+    """What the target computes for every token of B sequences of T."""
+
+    aux: Tensor  # [B, T, k · H]: outputs of the layers that a draft reads
+    final: Tensor  # [B, T, H]: after the final norm
+
+
+@dataclass
+class PackedPlan(Plan):
+    """Sequences of one forward; K/V of the layer that is running."""
+
+    document_ids: Tensor  # [B, T]
+    kv: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    masks: dict[LayerMask, AttentionMask] = field(default_factory=dict)
+
+    def mask(self, layer: LayerMask) -> AttentionMask:
+        """Of a layer, made once."""
+        if layer not in self.masks:
+            batch, length = self.document_ids.shape
+            shape = MaskShape(batch, length, length, self.document_ids.device)
+            self.masks[layer] = make_mask(
+                causal_in_documents(self.document_ids, layer.window), shape
+            )
+        return self.masks[layer]
+
+
+class PackedAttention(AttentionBackend):
+    """Attention of packed sequences, over the keys and values of this forward alone."""
+
+    name = "packed"
+    capabilities = Capabilities(graph=False)
+
+    def __init__(self) -> None:
+        # No pools, and nothing to choose by.
+        super().__init__(cast(AttentionNeed, None), cast(ModelPools, SimpleNamespace()))
+
+    def plan(self, batch: AttentionBatch, buffers: Buffers | None = None) -> Plan:
+        raise NotImplementedError("plans are made of sequences")
+
+    def write(self, plan: Plan, layer: int, k: Tensor, v: Tensor) -> None:
+        assert isinstance(plan, PackedPlan)
+        plan.kv = {layer: (k, v)}
+
+    def attend(self, plan: Plan, layer: int, spec: AttentionSpec, q: Tensor) -> Tensor:
+        assert isinstance(plan, PackedPlan)
+        size = plan.document_ids.shape
+        heads = [x.unflatten(0, size).transpose(1, 2) for x in (q, *plan.kv[layer])]
+        out = attend(heads[0], heads[1], heads[2], plan.mask(spec.mask), spec.scale)
+        return out.transpose(1, 2).flatten(0, 1)
+
+
+class FrozenTarget:
+    """A target that is not trained."""
+
+    def __init__(self, model: CausalLM, folder: Path) -> None:
+        """
+        Raises:
+            ConfigError: its hidden states cannot be captured.
+        """
+        _check(model, folder)
+        self.model, self.folder = model, folder
+        self.config: ModelConfig = model.config
+        self.head = _head_weight(model)  # [V, H]
+        scales = model.scales if isinstance(model, DecoderForCausalLM) else None
+        self._soft_cap = None if scales is None else scales.logit_softcap
+        self._backend = PackedAttention()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights and hidden states."""
+        return self.head.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.head.device
+
+    @torch.no_grad()
+    def hidden_states(self, batch: Batch, layer_ids: tuple[int, ...]) -> HiddenStates:
+        """Runs the target over packed sequences.
+
+        `layer_ids`: the decoder layers whose outputs are captured, in this order.
+        """
+        size = batch.input_ids.shape
+        plan = PackedPlan(batch.document_ids)
+        start = batch.position_ids.new_zeros(size[0], dtype=torch.int32)
+        whole = AttentionBatch(start.unsqueeze(1), start, size[1], q_len=size[1])
+        ctx = AttentionContext(self._backend, plan, whole)
+        ids, positions = batch.input_ids.flatten(), batch.position_ids.flatten()
+        final, aux = self.model.forward(ids, positions, ctx, layer_ids)
+        assert aux is not None
+        return HiddenStates(aux.unflatten(0, size), final.unflatten(0, size))
+
+    @torch.no_grad()
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """input_ids, any shape -> [..., H]."""
+        embeds: Tensor = self.model.embed(input_ids.flatten()).unflatten(0, input_ids.shape)
+        return embeds
+
+    def logits(self, hidden: Tensor, columns: Tensor | None = None) -> Tensor:
+        """hidden [..., H] -> [..., V], or of `columns` [V_d] only; gradients reach `hidden`."""
+        weight = self.head if columns is None else self.head[columns]
+        return self.capped(F.linear(hidden, weight))
+
+    def capped(self, logits: Tensor) -> Tensor:
+        """Logits as the family caps them."""
+        cap = self._soft_cap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+def load_frozen_target(
+    path: str, dtype: torch.dtype, device: torch.device, max_positions: int
+) -> FrozenTarget:
+    """Loads the target of a training run.
+
+    Args:
+        path: a model folder, a GGUF file, or org/name.
+        max_positions: tokens of a sequence.
+
+    Raises:
+        ConfigError: it cannot be loaded, or its hidden states cannot be captured.
+    """
+    folder = target_folder(path)
+    model = load_target(folder, dtype, device, max_positions=max_positions)
+    return FrozenTarget(model, folder)
+
+
+def target_folder(path: str) -> Path:
+    """The local folder of a target; downloads what the cache lacks.
+
+    Raises:
+        ConfigError: there is no such model.
+    """
+    found = with_local_paths(EngineConfig(model_path=path)).model_path
+    assert found is not None
+    return Path(found)
+
+
+def _check(model: CausalLM, folder: Path) -> None:
+    why = None
+    if model.has_recurrent_layers:
+        why = "it has recurrent layers"
+    elif not all(isinstance(each, DenseKV) for each in model.kv_layout(torch.float32).layers):
+        why = "not all of its layers keep K and V per head"
+    elif model.has_attention_sinks or model.has_logit_softcap:
+        why = "its attention has sinks or caps its scores"
+    if why is not None:
+        raise ConfigError(
+            f"{folder}: hidden states of {model.config.architecture} cannot be captured for"
+            f" training: {why}. Take a target of plain attention layers."
+        )
+
+
+@torch.no_grad()
+def _head_weight(model: CausalLM) -> Tensor:
+    """The LM head [V, H] as a plain matrix, whatever form it is kept in: its outputs for unit
+    vectors, which are exact.
+    """
+    size, device = model.config.hidden_size, model.embed(_first_id(model)).device
+    units = torch.eye(size, dtype=model.embed(_first_id(model)).dtype, device=device)
+    logits = model.lm_head(units)
+    if isinstance(model, DecoderForCausalLM):
+        logits = logits / model.scales.logits
+    return logits.t().contiguous()
+
+
+def _first_id(model: CausalLM) -> Tensor:
+    weights: Mapping[str, Any] = model.weights()
+    device = next((w.device for w in weights.values() if isinstance(w, Tensor)), None)
+    return torch.zeros(1, dtype=torch.int64, device=device)

@@ -1,0 +1,104 @@
+"""Which keys a query sees, as one function for FlexAttention on a GPU and a dense mask on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+from forerun.attention.base import LayerMask, Mask
+
+# (sequence, head, query, key) -> whether it is seen; index tensors that broadcast.
+Seen = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+AttentionMask = BlockMask | Tensor  # for flex_attention; or bool [B, 1, Q, K]
+
+_flex: Any = torch.compile(flex_attention, dynamic=False)
+
+
+@dataclass(frozen=True)
+class MaskShape:
+    """B sequences of Q queries and K keys, on a device."""
+
+    batch: int
+    queries: int
+    keys: int
+    device: torch.device
+
+
+def make_mask(seen: Seen, shape: MaskShape) -> AttentionMask:
+    """The mask of a function: of blocks on a GPU, dense elsewhere."""
+    if shape.device.type == "cuda":
+        sizes = shape.batch, None, shape.queries, shape.keys
+        return create_block_mask(seen, *sizes, device=shape.device, _compile=True)
+    index = torch.arange(max(shape.batch, shape.queries, shape.keys), device=shape.device)
+    batch = index[: shape.batch].view(-1, 1, 1, 1)
+    query, key = index[: shape.queries].view(1, 1, -1, 1), index[: shape.keys].view(1, 1, 1, -1)
+    return seen(batch, index[:1], query, key)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) -> Tensor:
+    """q [B, Hq, Q, D] over k, v [B, Hkv, K, D] -> [B, Hq, Q, D]."""
+    grouped = q.shape[1] != k.shape[1]
+    out: Tensor
+    if isinstance(mask, Tensor):
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped
+        )
+    else:
+        out = _flex(q, k, v, block_mask=mask, scale=scale, enable_gqa=grouped)
+    return out
+
+
+def causal_in_documents(document_ids: Tensor, window: int | None = None) -> Seen:
+    """Of packed sequences [B, T]: a token sees those before it in its document, and itself."""
+
+    def seen(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        visible = (kv <= q) & (document_ids[b, kv] == document_ids[b, q])
+        return visible if window is None else visible & (kv > q - window)
+
+    return seen
+
+
+@dataclass(frozen=True)
+class BlockPlaces:
+    """N blocks in each of B sequences.
+
+    A block has `rows` rows and stands at its anchor; the context of the anchor's document begins at
+    `first`. Both are int64 [B, N] places in a sequence of `length` tokens.
+    """
+
+    first: Tensor
+    anchors: Tensor
+    rows: int
+    length: int
+
+
+def blocks_after_context(places: BlockPlaces, layer: LayerMask) -> Seen:
+    """Queries: the rows of all blocks [N · R]; keys: T context tokens, then these rows.
+
+    A row sees its document strictly before its anchor, and its block: of that, what is not after
+    it, where the layer is causal. Windows are those of serving (`attention/torch_native.py`).
+    """
+    first, anchors, rows, length = places.first, places.anchors, places.rows, places.length
+    causal, window = layer.mask is not Mask.BLOCK, layer.window
+
+    def seen(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        block, row = q // rows, q % rows
+        anchor = anchors[b, block]
+        context = (kv < anchor) & (kv >= first[b, block])
+        own = (kv >= length) & ((kv - length) // rows == block)
+        if causal:
+            own = own & ((kv - length) % rows <= row)
+        if window is not None:
+            oldest = anchor + row - window + 1 if causal else anchor - window
+            context = context & (kv >= oldest)
+            if causal:
+                own = own & (anchor + (kv - length) % rows >= oldest)
+        return context | own
+
+    return seen

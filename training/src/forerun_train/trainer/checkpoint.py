@@ -1,0 +1,111 @@
+"""Checkpoints from which a run goes on as if it had never ended: safetensors and JSON.
+
+A checkpoint is a folder that is complete once it has its name. Random numbers need no state: those
+of a step are a function of the seed and the step.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from forerun.core.errors import ConfigError, shown
+from forerun_train.export import replace_folder
+from forerun_train.trainer.distributed import Ranks, divided_as, whole, whole_parameters
+from forerun_train.trainer.optimizer import Optimizers
+
+KEPT = 2  # the newest checkpoints
+MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+
+
+class Checkpoints:
+    """The checkpoints of a run's folder."""
+
+    def __init__(self, output: Path, ranks: Ranks) -> None:
+        self.folder, self._ranks = output / "checkpoints", ranks
+
+    def newest(self) -> Path | None:
+        """The last complete checkpoint."""
+        found = sorted(self.folder.glob("step-*"), key=lambda each: int(each.name[5:]))
+        return found[-1] if found else None
+
+    def save(
+        self, step: int, model: nn.Module, optimizers: Optimizers, state: Mapping[str, Any]
+    ) -> None:
+        """Writes a checkpoint and removes old ones; every rank must call it.
+
+        `state`: what JSON can hold.
+        """
+        parameters, moments = whole_parameters(model), optimizer_tensors(optimizers)
+        if not self._ranks.first:
+            return
+        made = self.folder / f".making-step-{step}"
+        shutil.rmtree(made, ignore_errors=True)
+        made.mkdir(parents=True)
+        save_file({n: t.cpu().contiguous() for n, t in parameters.items()}, made / MODEL)
+        save_file({n: t.cpu().contiguous() for n, t in moments.items()}, made / OPTIMIZER)
+        (made / STATE).write_text(json.dumps({"step": step, **state}, indent=1))
+        replace_folder(made, self.folder / f"step-{step:08d}")
+        for old in sorted(self.folder.glob("step-*"))[:-KEPT]:
+            shutil.rmtree(old)
+
+    def load(self, folder: Path, model: nn.Module, optimizers: Optimizers) -> None:
+        """Fills model and optimizers from a checkpoint."""
+        parameters = load_file(folder / MODEL)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(divided_as(parameters[name], parameter))
+        load_optimizer_tensors(optimizers, load_file(folder / OPTIMIZER))
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """What was given to `Checkpoints.save`, and the step."""
+    state: dict[str, Any] = json.loads((folder / STATE).read_text())
+    return state
+
+
+def check_same_settings(stored: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        ConfigError: the run that is resumed had other settings.
+    """
+    differing = [name for name in now if stored.get(name) != now[name]]
+    if differing:
+        changes = ", ".join(
+            f"{name} was {shown(stored.get(name))} and is {shown(now[name])}" for name in differing
+        )
+        raise ConfigError(
+            f"A resumed run keeps its settings, but {changes}. Restore them, or start anew in"
+            " another output folder."
+        )
+
+
+def optimizer_tensors(optimizers: Optimizers) -> dict[str, Tensor]:
+    """The state of all optimizers: {index}.{key}.{parameter}; every rank must ask."""
+    names = {id(p): name for name, p in optimizers.parameters.items()}
+    return {
+        f"{i}.{key}.{names[id(parameter)]}": whole(value)
+        for i, optimizer in enumerate(optimizers.all)
+        for parameter, state in optimizer.state.items()
+        for key, value in state.items()
+    }
+
+
+def load_optimizer_tensors(optimizers: Optimizers, tensors: Mapping[str, Tensor]) -> None:
+    """Puts back what `optimizer_tensors` gave."""
+    for name, value in tensors.items():
+        index, key, parameter_name = name.split(".", 2)
+        optimizer, parameter = optimizers.all[int(index)], optimizers.parameters[parameter_name]
+        if value.ndim == 0:  # a counter
+            fused = optimizer.defaults.get("fused", False)
+            kept = value.to(parameter.device) if fused else value
+        else:
+            kept = divided_as(value, parameter)
+        optimizer.state[parameter][key] = kept
