@@ -195,8 +195,8 @@ class Window:
         loss, norm, blocks, *right = numbers
         now, count = time.perf_counter(), len(self.steps)
         line = {
-            "loss": round(loss, 4),
-            "gradient_norm": round(norm, 4),
+            "loss": loss,
+            "gradient_norm": norm,
             "block_accept_length": round(1 + sum(right) / max(blocks, 1.0), 4),
             "seconds_per_step": (now - self.started) / count,
         }

@@ -164,9 +164,9 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     # Minutes on a CPU, with the bundled target.
     "smoke": {
         "num_layers": 1, "block_size": 6, "seq_len": 256, "batch_size": 4, "anchors": 24,
-        "max_steps": 150, "learning_rate": 2e-3, "validate_every": 50, "save_every": 50,
-        "log_every": 10, "validation_batches": 2, "validation_share": 0.1, "dpace": 0.5,
-        "head_rank": 32,
+        "max_steps": 150, "learning_rate": 0.01, "optimizer": "muon", "validate_every": 50,
+        "save_every": 50, "log_every": 10, "validation_batches": 2, "validation_share": 0.1,
+        "dpace": 0.5, "head_rank": 32,
     },
     # A target of 100 to 500 M parameters: about ten minutes of one H100.
     "small": {

@@ -1,0 +1,108 @@
+"""Whole training runs with the bundled target: killed and resumed, refused, and what is learnt."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forerun import LLM, SamplingParams
+from forerun.core.errors import ConfigError
+from forerun.llm.bundled import bundled
+from forerun_train.trainer.checkpoint import Checkpoints, read_state
+from forerun_train.trainer.options import TrainOptions
+from forerun_train.trainer.run import run
+from forerun_train.trainer.view import lines_of
+from forerun_train.word_problems import generate
+from tests.train.packed import word_problems
+
+TARGET = bundled("target")
+SMALL: dict[str, Any] = {
+    "target": str(TARGET), "data": "-", "device": "cpu", "num_layers": 1, "block_size": 4,
+    "seq_len": 64, "batch_size": 2, "anchors": 4, "max_steps": 8, "log_every": 1,
+    "save_every": 2, "validate_every": 4, "validation_batches": 1, "intermediate_size": 64,
+}  # fmt: skip
+PROGRAM = """
+import json, sys
+from forerun_train.trainer.options import TrainOptions
+from forerun_train.trainer.run import run
+from tests.train.packed import word_problems
+run(TrainOptions.of(None, json.loads(sys.argv[1])), word_problems)
+"""
+
+
+def options(output: Path, **given: Any) -> TrainOptions:
+    return TrainOptions.of(None, {"kind": "dflash", "output": str(output), **SMALL, **given})
+
+
+def losses(output: Path) -> dict[int, tuple[float, float]]:
+    lines = lines_of(output / "log.jsonl")
+    return {each["step"]: (each["loss"], each["gradient_norm"]) for each in lines if "loss" in each}
+
+
+def start(output: Path, **given: Any) -> subprocess.Popen[bytes]:
+    settings = {"kind": "dflash", "output": str(output), **SMALL, **given}
+    paths = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([sys.executable, "-c", PROGRAM, json.dumps(settings)], env=environment)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path: Path, optimizer: str) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert start(whole, optimizer=optimizer).wait(timeout=120) == 0
+    process = start(killed, optimizer=optimizer, max_steps=8)
+    deadline = time.monotonic() + 120
+    while len(losses(killed)) < 5 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert 5 <= len(losses(killed)) < 8, "killed too late to show anything"
+    assert start(killed, optimizer=optimizer, resume=True).wait(timeout=120) == 0
+    assert losses(killed) == losses(whole)
+    last = Path("checkpoints", "step-00000008")
+    for name in (last / "model.safetensors", last / "optimizer.safetensors", "draft/config.json"):
+        assert (killed / name).read_bytes() == (whole / name).read_bytes()
+
+
+def test_what_a_run_refuses(tmp_path: Path) -> None:
+    run(options(tmp_path, max_steps=2), word_problems)
+    with pytest.raises(ConfigError, match=r"has a run already, at step-00000002; give --resume"):
+        run(options(tmp_path, max_steps=2), word_problems)
+    with pytest.raises(ConfigError, match=r"learning_rate was 0.0006 and is 0.1"):
+        run(options(tmp_path, max_steps=2, learning_rate=0.1, resume=True), word_problems)
+    with pytest.raises(ConfigError, match=r"target_layer_ids .* must lie between 0 and 11"):
+        run(options(tmp_path / "b", target_layer_ids=(3, 12)), word_problems)
+    newest = Checkpoints(tmp_path, None).newest()  # type: ignore[arg-type]
+    assert newest is not None and read_state(newest)["step"] == 2
+
+
+@pytest.mark.exhaustive
+def test_a_smoke_run_makes_a_draft_that_serving_accepts(tmp_path: Path) -> None:
+    """The smoke preset, cut down; its measured accept length is that of the engine."""
+    given = {"kind": "dflash", "target": str(TARGET), "data": "-", "output": str(tmp_path)}
+    cut = {"max_steps": 60, "validate_every": 60, "validation_batches": 4, "device": "cpu"}
+    folder = run(TrainOptions.of("smoke", given | cut), word_problems)
+    measured = [line for line in lines_of(tmp_path / "log.jsonl") if "accept_length" in line][-1]
+    chats = [[{"role": "user", "content": p.question}] for p in generate(900_001, 24)]
+    llm = LLM(
+        model_path=str(TARGET),
+        speculative_algorithm="DFLASH",
+        speculative_draft_model_path=str(folder),
+        speculative_adaptive=False,
+        dtype="float32",
+        device="cpu",
+    )
+    with llm:
+        llm.chat(chats, SamplingParams(temperature=0, max_new_tokens=128))
+        length = llm.stats()["spec_accept_length"]
+    assert length > 1.5
+    assert abs(length - measured["accept_length"]) < 0.15
