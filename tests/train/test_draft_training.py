@@ -13,10 +13,12 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from forerun.attention.base import AttentionBatch, AttentionContext, LayerMask, Mask
 from forerun.models.dflash import DFlashDraft, load_dflash
+from forerun.models.heads.base import Block
 from forerun_train.drafts import draft as draft_module
 from forerun_train.drafts.blocks import blocks_at, can_anchor, sample_anchors
 from forerun_train.drafts.build import BuiltDraft, build_draft, tensors_of
 from forerun_train.drafts.draft import BlockDraft
+from forerun_train.drafts.heads import MarkovHead
 from forerun_train.export import export_draft
 from forerun_train.hidden_states import FrozenTarget, load_frozen_target
 from forerun_train.masks import BlockPlaces, MaskShape, attend, blocks_after_context, make_mask
@@ -120,15 +122,23 @@ def served(draft: BuiltDraft, target: FrozenTarget, folder: Path) -> DFlashDraft
 
 
 class Forced:
-    """Draws the labels, and keeps the scores they were drawn from."""
+    """Draws the tokens of the text, and keeps the scores that it is given."""
 
-    def __init__(self, labels: Tensor) -> None:
-        self.labels, self.scores, self.columns = labels, [], []  # type: ignore[var-annotated]
+    def __init__(self, tokens: Tensor) -> None:
+        """`tokens` [D + 1]: the anchor, then what is drawn."""
+        self.tokens, self._drawn = tokens, []  # type: ignore[var-annotated]
 
     def __call__(self, scores: Tensor, first: int, columns: Tensor | None = None) -> Tensor:
-        self.scores.append(scores)
-        self.columns.append(columns)
-        return self.labels[:, first : first + scores.shape[1]]
+        self._drawn.append((scores[0], None if columns is None else columns[0]))
+        return self.tokens[None, 1 + first : 1 + first + scores.shape[1]]
+
+    def each(self) -> list[tuple[Tensor, Tensor | None]]:
+        """Scores and columns of every draft."""
+        return [
+            (scores[i], None if columns is None else columns[i])
+            for scores, columns in self._drawn
+            for i in range(len(scores))
+        ]
 
 
 def serve_block(draft: DFlashDraft, step: Step, place: tuple[int, int]) -> Tensor:
@@ -153,26 +163,49 @@ def serve_block(draft: DFlashDraft, step: Step, place: tuple[int, int]) -> Tenso
     return out
 
 
-HEADS: dict[str, dict[str, Any]] = {"dflash": {}}
+HEADS: dict[str, dict[str, Any]] = {
+    "dflash": {},
+    "dspark": {"head_rank": 12},
+    "dspark-gated": {"head_rank": 12, "markov_head_type": "gated"},
+    "dspark-rnn": {"head_rank": 12, "markov_head_type": "rnn"},
+    "dflash2": {"head_rank": 12, "selector_top_k": 6},
+    "domino": {"head_rank": 12},
+}
 
 
 @pytest.mark.parametrize("name", HEADS)
 def test_a_block_is_that_of_the_served_draft(
     name: str, target: FrozenTarget, tmp_path: Path
 ) -> None:
-    given = HEADS[name]
-    draft = built(target, **{"kind": name.partition("-")[0], **given})
-    engine, step = served(draft, target, tmp_path / "draft"), Step(target, draft.model)
+    """Hidden states of the body, and scores of the head after the tokens of the text."""
+    made = built(target, name.partition("-")[0], **HEADS[name])
+    draft, engine = made.model, served(made, target, tmp_path / "draft")
+    step, depth, confidence = Step(target, draft), draft.num_drafts, None
     with torch.no_grad():
-        rows = draft.model.hidden(step.batch, step.states, step.blocks)
-    rows = rows.unflatten(1, (-1, BLOCK))
-    checked = 0
-    for place in step.chosen.nonzero().tolist():
-        row, block = place
-        hidden = serve_block(engine, step, (row, block))
-        torch.testing.assert_close(rows[row, block], hidden, rtol=1e-4, atol=1e-4)
-        checked += 1
-    assert checked >= 8
+        hidden = draft.hidden(step.batch, step.states, step.blocks).unflatten(1, (-1, BLOCK))
+        chunk = draft.chunk(step.states, step.blocks, torch.zeros(()))
+        rows = draft.rows(hidden.flatten(0, 1), chunk)
+        scores = draft.head.scores(rows)
+        if isinstance(draft.head, MarkovHead):
+            confidence = draft.head.confidence(rows).sigmoid()
+    places = step.chosen.nonzero().tolist()
+    assert len(places) >= 8
+    for row, block in places:
+        of_engine = serve_block(engine, step, (row, block))
+        torch.testing.assert_close(hidden[row, block], of_engine, rtol=1e-4, atol=1e-4)
+        index, forced = row * step.anchors.shape[1] + block, Forced(step.blocks.tokens[row, block])
+        anchor = forced.tokens[:1]
+        seen = Block(of_engine[None], draft.first_row, depth, anchor, None, False, None)
+        with torch.inference_mode():
+            proposal = engine.head.propose(seen, engine, forced)
+        drawn = forced.each()
+        assert len(drawn) == depth
+        for k, (wanted, columns) in enumerate(drawn):
+            own = scores[index, k] if columns is None else scores[index, k, columns]
+            torch.testing.assert_close(own, wanted, rtol=1e-4, atol=1e-4)
+        if confidence is not None:
+            assert proposal.confidence is not None
+            torch.testing.assert_close(confidence[index], proposal.confidence[0])
 
 
 def test_a_chunked_loss_has_the_gradients_of_the_whole(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,15 +15,12 @@ from forerun.core.errors import ConfigError
 from forerun_train.drafts.body import DFlashBody
 from forerun_train.drafts.config import draft_config, initial_config, parse
 from forerun_train.drafts.draft import BlockDraft, DraftVocabulary, Objective
-from forerun_train.drafts.heads import TrainingHead
+from forerun_train.drafts.heads import HeadSizes, TrainingHead, build_head
 from forerun_train.hidden_states import FrozenTarget
 from forerun_train.objectives import Mix, PositionWeights
 from forerun_train.trainer.options import TrainOptions
 
 OFFSETS = "d2t"
-HEADS: Mapping[str, Callable[[TrainOptions, Any], TrainingHead]] = {
-    "dflash": lambda options, config: TrainingHead(),
-}
 
 
 @dataclass(frozen=True)
@@ -54,7 +51,8 @@ def build_draft(
         raw = draft_config(options, target.config, mask_token, pruned)
     config = parse(raw)
     body = DFlashBody(config, options.seq_len + config.block_size, options.activation_checkpointing)
-    head = HEADS[options.kind](options, config)
+    sizes = HeadSizes(config.hidden_size, config.vocab_size, config.draft_vocab_size)
+    head = build_head(config.head, sizes)
     objective = Objective(_mix(options, head), PositionWeights(options.decay, options.dpace))
     model = BlockDraft(config, body, head, DraftVocabulary(target, ids), objective)
     if options.initial_draft is not None:

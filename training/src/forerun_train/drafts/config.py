@@ -76,11 +76,41 @@ def initial_config(folder: Path) -> dict[str, Any]:
     return dict(read_json(folder / "config.json"))
 
 
-def _plain(options: TrainOptions) -> tuple[dict[str, Any], dict[str, Any]]:
+Keys = tuple[dict[str, Any], dict[str, Any]]  # at the top, and in dflash_config
+
+
+def _dflash(options: TrainOptions) -> Keys:
     return {}, {}
 
 
-HEAD_KEYS = {"dflash": _plain}
+def _dspark(options: TrainOptions) -> Keys:
+    """Both as DeepSpec writes them, at the top, and as SpecForge does, inside."""
+    keys = {
+        "sample_from_anchor": True,
+        "markov_rank": options.head_rank,
+        "markov_head_type": options.markov_head_type,
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+    }
+    return {"architectures": ["Qwen3DSparkModel"], **keys}, {"projector_type": "dspark", **keys}
+
+
+def _dflash2(options: TrainOptions) -> Keys:
+    selector = {"selector_rank": options.head_rank, "selector_top_k": options.selector_top_k}
+    return {"architectures": ["DFlash2DraftModel"]}, CONVOLUTION | selector
+
+
+def _domino(options: TrainOptions) -> Keys:
+    return {}, {
+        "projector_type": "domino",
+        "shift_label": True,
+        "pure_draft_prefix_len": 1,
+        "gru_hidden_dim": options.head_rank,
+        "emb_dim": options.head_rank,
+    }
+
+
+HEAD_KEYS = {"dflash": _dflash, "dspark": _dspark, "dflash2": _dflash2, "domino": _domino}
 
 
 def _body(options: TrainOptions, target: ModelConfig) -> dict[str, Any]:

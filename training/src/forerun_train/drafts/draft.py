@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,7 +103,7 @@ class BlockDraft(nn.Module):
         """
         hidden = self.hidden(batch, states, blocks).unflatten(1, (-1, self.config.block_size))
         hidden = hidden.flatten(0, 1)  # [n, R, H]
-        chunk = self._chunk(states, blocks, done)
+        chunk = self.chunk(states, blocks, done)
         limit = CHUNK_LOGITS.get(hidden.device.type, CHUNK_LOGITS["cpu"])
         most = max(1, limit // (self.num_drafts * len(self._vocabulary.head)))
         size = next(part for part in range(min(most, len(hidden)), 0, -1) if not len(hidden) % part)
@@ -128,7 +128,7 @@ class BlockDraft(nn.Module):
         out: Tensor = run(embeds, states.aux, positions, masks)
         return out
 
-    def _chunk(self, states: HiddenStates, blocks: Blocks, done: Tensor) -> Chunk:
+    def chunk(self, states: HiddenStates, blocks: Blocks, done: Tensor) -> Chunk:
         """What the loss reads of each block; all tensors begin with [n]."""
         tokens, valid = blocks.tokens.flatten(0, 1), blocks.valid.flatten(0, 1)
         before, embeds = tokens[:, :-1], None
@@ -147,13 +147,12 @@ class BlockDraft(nn.Module):
             "done": done.expand(len(tokens)),
         }
 
-    def _chunk_loss(
-        self, parameters: dict[str, Tensor], hidden: Tensor, chunk: dict[str, Any]
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def rows(self, hidden: Tensor, chunk: Mapping[str, Any]) -> Rows:
+        """The rows that predict, of blocks with hidden states [n, R, H]; `chunk`: theirs."""
         first, vocabulary = self.first_row, self._vocabulary
         predicting = hidden[:, first : first + self.num_drafts]
         target = chunk["target"]
-        rows = Rows(
+        return Rows(
             predicting,
             vocabulary.logits(predicting),
             chunk["before"],
@@ -163,9 +162,14 @@ class BlockDraft(nn.Module):
             chunk["embeds"],
             hidden[:, :first],
         )
+
+    def _chunk_loss(
+        self, parameters: Mapping[str, Tensor], hidden: Tensor, chunk: Mapping[str, Any]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        rows = self.rows(hidden, chunk)
         arguments = rows, self._objective.mix, self._objective.weights, chunk["done"][0]
-        loss, weight, drafts = functional_call(self.head, parameters, arguments)
-        return loss, weight.detach(), (drafts == rows.labels) & rows.valid
+        found = functional_call(self.head, dict(parameters), arguments)
+        return found.total, found.weight.detach(), (found.drafts == rows.labels) & rows.valid
 
 
 @torch.no_grad()

@@ -7,11 +7,28 @@ pass are right as far as those of serving are.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from forerun.core.errors import ConfigError
+from forerun.models.heads.base import HeadConfig
+from forerun.models.heads.gru import DominoConfig
+from forerun.models.heads.markov import MarkovConfig
+from forerun.models.heads.selector import SelectorConfig
+from forerun_train.drafts.parts import Linear, Table, matrix
 from forerun_train.objectives import Distances, Mix, PositionWeights, distances
+
+
+@dataclass(frozen=True)
+class HeadSizes:
+    """What a head is built for."""
+
+    hidden_size: int
+    vocab_size: int  # the target's
+    draft_vocab_size: int
 
 
 @dataclass(frozen=True)
@@ -25,14 +42,15 @@ class Rows:
     valid: Tensor  # [n, D] bool
     target: Tensor | None  # [n, D, V_d]: the target's logits
     embeds: Tensor | None  # [n, D, H]: the target's embedding of `before`
-    skipped: Tensor | None = None  # [n, F, H]: hidden states of rows before those that predict
+    skipped: Tensor  # [n, F, H]: hidden states of the rows before those that predict
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """What changes while a draft is trained."""
+class HeadLoss(NamedTuple):
+    """Of some blocks."""
 
-    done: Tensor  # of the run, float32 from 0 to 1, on the device
+    total: Tensor  # the sum of weighted losses
+    weight: Tensor  # the sum of weights
+    drafts: Tensor  # [n, D]: greedy ones, columns
 
 
 class TrainingHead(nn.Module):
@@ -42,32 +60,239 @@ class TrainingHead(nn.Module):
     reads_embeddings = False
     default_mix = Mix()
 
-    def forward(
-        self, rows: Rows, mix: Mix, weights: PositionWeights, done: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, rows: Rows, mix: Mix, weights: PositionWeights, done: Tensor) -> HeadLoss:
         """
         Args:
             done: how much of the run is done, float32, for schedules.
-
-        Returns:
-            The sum of weighted losses, the sum of weights, and drafts [n, D], columns.
         """
         scores = self.scores(rows)
         found = distances(scores, rows.labels, rows.target, mix)
         w = weights.of(found.ce, rows.valid)
-        loss = (found.loss * w).sum() + self.more_loss(rows, scores, found, w, done)
-        return loss, w.sum(), self.choose(rows, scores.detach())
+        total = self.mixed(rows, found, w, mix, done)
+        return HeadLoss(total, w.sum(), scores.detach().argmax(-1))
 
     def scores(self, rows: Rows) -> Tensor:
         """[n, D, V_d]."""
         return rows.base
 
-    def more_loss(
-        self, rows: Rows, scores: Tensor, found: Distances, weights: Tensor, done: Tensor
+    def mixed(
+        self, rows: Rows, found: Distances, weights: Tensor, mix: Mix, done: Tensor
     ) -> Tensor:
-        """What is added to the sum of losses of `scores`."""
-        return scores.new_zeros((), dtype=torch.float32)
+        """The sum of weighted losses, `found` of the scores among them."""
+        return (found.loss * weights).sum()
 
-    def choose(self, rows: Rows, scores: Tensor) -> Tensor:
-        """The greedy drafts [n, D], columns."""
-        return scores.argmax(-1)
+
+class MarkovHead(TrainingHead):
+    """DSpark: each row's logits are corrected by the token before; and maybe a confidence head.
+
+    0.1 CE + 0.9 L1 + BCE of the confidence against 1 - ½ L1, the part of drafts that rejection
+    sampling accepts; all three with the same weights (arXiv 2607.05147).
+    """
+
+    reads_target = True
+    default_mix = Mix(0.1, 0.0, 0.9)
+
+    def __init__(self, config: MarkovConfig, sizes: HeadSizes) -> None:
+        super().__init__()
+        rank, size = config.rank, sizes.hidden_size
+        self.kind = config.kind
+        self.markov_head = nn.ModuleDict(
+            {
+                "markov_w1": Table(sizes.vocab_size, rank),
+                "markov_w2": Linear(rank, sizes.draft_vocab_size),
+            }
+        )
+        if config.kind == "gated":
+            self.markov_head["gate_proj"] = Linear(size + rank, rank, bias=True)
+        if config.kind == "rnn":
+            self.markov_head["joint_proj"] = Linear(size + 2 * rank, 3 * rank, bias=True)
+        self.reads_token = config.confidence_reads_token
+        self.confidence_head: nn.ModuleDict | None = None
+        if config.confidence:
+            inputs = size + (rank if self.reads_token else 0)
+            self.confidence_head = nn.ModuleDict({"proj": Linear(inputs, 1, bias=True)})
+
+    def scores(self, rows: Rows) -> Tensor:
+        x = self._corrections(rows, self._before(rows))
+        out: Tensor = rows.base + self.markov_head["markov_w2"](x)
+        return out
+
+    def _before(self, rows: Rows) -> Tensor:
+        """W1 of the token before each draft, [n, D, r]."""
+        out: Tensor = self.markov_head["markov_w1"](rows.before, rows.hidden.dtype)
+        return out
+
+    def _corrections(self, rows: Rows, before: Tensor) -> Tensor:
+        """What W2 makes biases of, [n, D, r]."""
+        if self.kind == "gated":
+            joined = torch.cat([rows.hidden, before], -1)
+            out: Tensor = self.markov_head["gate_proj"](joined).sigmoid() * before
+            return out
+        return self._recurrence(rows, before) if self.kind == "rnn" else before
+
+    def _recurrence(self, rows: Rows, before: Tensor) -> Tensor:
+        """Over the rows of a block; those that predict nothing go through it after the anchor."""
+        skipped = rows.skipped.shape[1]
+        hidden = torch.cat([rows.skipped, rows.hidden], 1)
+        inputs = torch.cat([before[:, :1].expand(-1, skipped, -1), before], 1)
+        state, outputs = torch.zeros_like(before[:, 0]), []
+        for row in range(hidden.shape[1]):
+            joined = torch.cat([state, inputs[:, row], hidden[:, row]], -1)
+            gate, candidate, output = self.markov_head["joint_proj"](joined).chunk(3, -1)
+            gate = gate.sigmoid()
+            state = gate * state + (1 - gate) * candidate.tanh()
+            outputs.append(output.tanh())
+        return torch.stack(outputs[skipped:], 1)
+
+    def confidence(self, rows: Rows) -> Tensor:
+        """Logits of the probability that each draft is accepted, [n, D] float32."""
+        assert self.confidence_head is not None
+        parts = [rows.hidden.float()]
+        if self.reads_token:
+            parts.append(self._before(rows).float())
+        out: Tensor = self.confidence_head["proj"](torch.cat(parts, -1)).squeeze(-1)
+        return out
+
+    def mixed(
+        self, rows: Rows, found: Distances, weights: Tensor, mix: Mix, done: Tensor
+    ) -> Tensor:
+        total = super().mixed(rows, found, weights, mix, done)
+        if self.confidence_head is None:
+            return total
+        bce = F.binary_cross_entropy_with_logits(
+            self.confidence(rows), found.overlap.clamp(0, 1), reduction="none"
+        )
+        return total + (bce * weights).sum()
+
+
+class DominoHead(TrainingHead):
+    """Domino: a GRU over the tokens corrects the logits (arXiv 2605.29707).
+
+    (1 - λ) of the loss is that of the corrected logits and λ that of the body's; λ falls from 1 to
+    0 over the first half of the run, so that the body learns first.
+    """
+
+    reads_embeddings = True
+    decay_part = 0.5
+
+    def __init__(self, config: DominoConfig, sizes: HeadSizes) -> None:
+        super().__init__()
+        gru, inner = config.gru_size, config.inner_size
+        self.prefix_gru = nn.ParameterDict(
+            {
+                "weight_ih_l0": matrix(3 * gru, sizes.hidden_size),
+                "weight_hh_l0": matrix(3 * gru, gru),
+            }
+        )
+        self.embed_proj = nn.ModuleDict(
+            {
+                "0": Linear(sizes.hidden_size + gru, inner),
+                "2": Linear(inner, sizes.draft_vocab_size),
+            }
+        )
+        self.pure_prefix = config.pure_prefix
+
+    def scores(self, rows: Rows) -> Tensor:
+        joined = torch.cat([rows.hidden, self._states(rows)], -1)
+        bias: Tensor = self.embed_proj["2"](F.silu(self.embed_proj["0"](joined)))
+        corrected = torch.arange(bias.shape[1], device=bias.device) >= self.pure_prefix
+        return rows.base + bias * corrected.unsqueeze(1)
+
+    def _states(self, rows: Rows) -> Tensor:
+        """The GRU after each token before a draft, [n, D, g]; gates in PyTorch's order."""
+        assert rows.embeds is not None
+        dtype = rows.hidden.dtype
+        of_input = F.linear(rows.embeds.to(dtype), self.prefix_gru["weight_ih_l0"].to(dtype))
+        weight = self.prefix_gru["weight_hh_l0"].to(dtype)
+        state = of_input.new_zeros(len(of_input), weight.shape[1])
+        states = []
+        for k in range(of_input.shape[1]):
+            r, z, n = of_input[:, k].chunk(3, -1)
+            of_r, of_z, of_n = F.linear(state, weight).chunk(3, -1)
+            z = (z + of_z).sigmoid()
+            state = (1 - z) * torch.tanh(n + (r + of_r).sigmoid() * of_n) + z * state
+            states.append(state)
+        return torch.stack(states, 1)
+
+    def mixed(
+        self, rows: Rows, found: Distances, weights: Tensor, mix: Mix, done: Tensor
+    ) -> Tensor:
+        share = (1 - done / self.decay_part).clamp(0, 1)
+        base = distances(rows.base, rows.labels, rows.target, mix)
+        return (((1 - share) * found.loss + share * base.loss) * weights).sum()
+
+
+class Selector(nn.Module):
+    """Scores of candidates after the token before."""
+
+    def __init__(self, rank: int, sizes: HeadSizes) -> None:
+        super().__init__()
+        self.predecessor_codebook = matrix(sizes.vocab_size, rank)
+        self.successor_codebook = matrix(sizes.vocab_size, rank)
+        self.hidden_projection = Linear(sizes.hidden_size, rank)
+
+    def forward(self, rows: Rows, candidates: Tensor) -> Tensor:
+        """<A[before] · (P h), S[c]> of candidates [n, D, K] -> the same shape."""
+        dtype = rows.hidden.dtype
+        before = F.embedding(rows.before, self.predecessor_codebook).to(dtype)
+        query = before * self.hidden_projection(rows.hidden)
+        successors = F.embedding(candidates, self.successor_codebook).to(dtype)
+        return torch.einsum("ndr,ndkr->ndk", query, successors)
+
+
+class SelectorHead(TrainingHead):
+    """DFlash2: a walk over the best K tokens of each row, scored by edges between them.
+
+    The loss of the body's logits, and K-way CE of the walk's scores, with the label before as the
+    token before. A label that is not among the candidates takes the weakest one's place.
+    """
+
+    edge_weight = 1.0
+
+    def __init__(self, config: SelectorConfig, sizes: HeadSizes) -> None:
+        super().__init__()
+        self.candidate_selector = Selector(config.rank, sizes)
+        self.top_k = config.top_k
+
+    def scores(self, rows: Rows) -> Tensor:
+        """[n, D, V_d]; -inf where a token is no candidate."""
+        candidates = rows.base.topk(self.top_k, -1).indices
+        scores = self._scored(rows, candidates)
+        return torch.full_like(rows.base, float("-inf")).scatter(-1, candidates, scores)
+
+    def forward(self, rows: Rows, mix: Mix, weights: PositionWeights, done: Tensor) -> HeadLoss:
+        found = distances(rows.base, rows.labels, rows.target, mix)
+        w = weights.of(found.ce, rows.valid)
+        candidates = rows.base.topk(self.top_k, -1).indices
+        best = self._scored(rows, candidates).detach().argmax(-1, keepdim=True)
+        drafts = candidates.gather(-1, best).squeeze(-1)
+        among = candidates == rows.labels.unsqueeze(-1)
+        known = among.any(-1, keepdim=True)
+        weakest = torch.where(known, candidates[..., -1:], rows.labels.unsqueeze(-1))
+        trained = torch.cat([candidates[..., :-1], weakest], -1)
+        place = torch.where(known, among.long().argmax(-1, keepdim=True), self.top_k - 1)
+        scores = self._scored(rows, trained).float().flatten(0, 1)
+        edge = F.cross_entropy(scores, place.flatten(), reduction="none").view_as(w)
+        total = ((found.loss + self.edge_weight * edge) * w).sum()
+        return HeadLoss(total, w.sum(), drafts)
+
+    def _scored(self, rows: Rows, candidates: Tensor) -> Tensor:
+        edges: Tensor = self.candidate_selector(rows, candidates)
+        return rows.base.gather(-1, candidates) + edges
+
+
+def build_head(config: HeadConfig | None, sizes: HeadSizes) -> TrainingHead:
+    """The head of a draft's config.
+
+    Raises:
+        ConfigError: one that cannot be trained here.
+    """
+    if config is None:
+        return TrainingHead()
+    if isinstance(config, MarkovConfig) and config.draft_topk is None:
+        return MarkovHead(config, sizes)
+    if isinstance(config, DominoConfig):
+        return DominoHead(config, sizes)
+    if isinstance(config, SelectorConfig) and config.multiplier == 1 and config.soft_cap is None:
+        return SelectorHead(config, sizes)
+    raise ConfigError(f"A draft with this head cannot be trained here: {config.describe()}.")
