@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from forerun import LLM, SamplingParams
 from forerun.core.errors import ConfigError
@@ -47,10 +49,11 @@ def losses(output: Path) -> dict[int, tuple[float, float]]:
     return {each["step"]: (each["loss"], each["gradient_norm"]) for each in lines if "loss" in each}
 
 
-def start(output: Path, **given: Any) -> subprocess.Popen[bytes]:
+def start(output: Path, ranks: dict[str, str] | None = None, **given: Any) -> Any:
+    """A process that runs a training; `ranks`: what torchrun sets."""
     settings = {"kind": "dflash", "output": str(output), **SMALL, **given}
     paths = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
-    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"} | (ranks or {})
     return subprocess.Popen([sys.executable, "-c", PROGRAM, json.dumps(settings)], env=environment)
 
 
@@ -71,6 +74,27 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path: Path, optimizer: s
     last = Path("checkpoints", "step-00000008")
     for name in (last / "model.safetensors", last / "optimizer.safetensors", "draft/config.json"):
         assert (killed / name).read_bytes() == (whole / name).read_bytes()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind, optimizer", [("dflash", "muon"), ("dspark", "adamw")])
+def test_two_processes_train_as_one(tmp_path: Path, kind: str, optimizer: str) -> None:
+    """FSDP2 over gloo: the same batches, anchors and curve, and one checkpoint of whole tensors."""
+    given = {"kind": kind, "optimizer": optimizer, "head_rank": 8}
+    alone, divided = tmp_path / "alone", tmp_path / "divided"
+    port = str(20000 + os.getpid() % 20000)
+    address = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    started = [start(divided, address | {"RANK": str(rank)}, **given) for rank in range(2)]
+    assert [process.wait(timeout=200) for process in started] == [0, 0]
+    assert start(alone, **given).wait(timeout=120) == 0
+    for step, values in losses(alone).items():
+        assert losses(divided)[step] == pytest.approx(values, rel=1e-3), step
+    kept = [
+        load_file(each / "checkpoints/step-00000008/model.safetensors") for each in (alone, divided)
+    ]
+    assert kept[0].keys() == kept[1].keys()
+    for name, value in kept[0].items():
+        torch.testing.assert_close(kept[1][name], value, rtol=1e-2, atol=1e-3, msg=name)
 
 
 def test_what_a_run_refuses(tmp_path: Path) -> None:

@@ -74,13 +74,18 @@ class BlockDraft(nn.Module):
         self._vocabulary, self._objective = vocabulary, objective
         self._compiled: dict[str, Callable[..., Any]] = {}  # not parts: their weights stand above
 
-    def compile_parts(self) -> None:
-        """Compiles the body and the loss, for shapes that stay the same."""
+    def compile_parts(self, divided: bool = False) -> None:
+        """Compiles the body and the loss, for shapes that stay the same.
+
+        `divided`: among ranks; then layer by layer, since each is gathered when it runs.
+        """
         compiled: Any = torch.compile
-        self._compiled = {
-            "body": compiled(self.body, dynamic=False),
-            "loss": compiled(self._chunk_loss, dynamic=False),
-        }
+        self._compiled["loss"] = compiled(self._chunk_loss, dynamic=False)
+        if not divided:
+            self._compiled["body"] = compiled(self.body, dynamic=False)
+            return
+        for layer in self.body.layers:
+            layer.compile(dynamic=False)
 
     @property
     def first_row(self) -> int:

@@ -154,7 +154,7 @@ class Job:
             self._load(checkpoint, stream)
         compiled = self.options.compile
         if self.target.device.type == "cuda" if compiled is None else compiled:
-            self.built.model.compile_parts()
+            self.built.model.compile_parts(divided=self.ranks.size > 1)
         resumed = None if checkpoint is None else self.progress.step
         self._log = Log(self._output, self.ranks.first, resumed)
         self._scored = self._validation_batches()

@@ -78,10 +78,12 @@ def validate(
 
 def _all_places(able: Tensor, count: int) -> list[tuple[Tensor, Tensor]]:
     """All places of `able` [B, T], in passes of `count`: places [B, N], and which of them count."""
+    most = able.sum(1).max()
+    if dist.is_initialized():
+        dist.all_reduce(most, dist.ReduceOp.MAX)  # every rank makes as many passes
     order = torch.sort((~able).to(torch.uint8), dim=1, stable=True).indices
-    most = int(able.sum(1).max())
     passes = []
-    for first in range(0, most, count):
+    for first in range(0, int(most), count):
         index = (first + torch.arange(count, device=able.device)).clamp(max=able.shape[1] - 1)
         fresh = torch.arange(first, first + count, device=able.device) < able.shape[1]
         places = order[:, index]
