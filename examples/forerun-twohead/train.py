@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from forerun.llm.bundled import bundled
-from forerun_train.word_problems import TRAIN_SEEDS, generate
+from forerun_train.toys.word_problems import TRAIN_SEEDS, generate
 from forerun_twohead.heads import Heads, Shape
 
 

@@ -22,10 +22,10 @@ from forerun import LLM, SamplingParams
 from forerun.core.request import Request
 from forerun.executor.graphs.cpu import CpuGraphSteps
 from forerun.kernels.cpu import library
-from forerun_train.accept import matches
-from forerun_train.draft import block_guesses
-from forerun_train.draft_model import load_draft
-from forerun_train.hybrid import BLOCK, load_target
+from forerun_train.toys.accept import matches
+from forerun_train.toys.draft import block_guesses
+from forerun_train.toys.draft_model import load_draft
+from forerun_train.toys.hybrid import BLOCK, load_target
 from tests.engine_runs import run_together
 from tests.golden_engine import poison_on_release
 from tests.support_cells import passed

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from forerun_train.batch import Batch
+from forerun_train.toys.word_problems import stream
 from forerun_train.trainer.distributed import Ranks
 from forerun_train.trainer.options import TrainOptions
 from forerun_train.trainer.run import Data
-from forerun_train.word_problems import stream
 
 
 def packed(rows: list[list[int]], vocab: int, seed: int = 0) -> Batch:

@@ -15,9 +15,9 @@ pytest.importorskip("transformers")
 from forerun.attention.base import AttentionContext  # noqa: E402
 from forerun.models.eagle3 import load_eagle3  # noqa: E402
 from forerun.models.eagle3_config import load_eagle3_config  # noqa: E402
-from forerun_train.accept import matches, walk  # noqa: E402
-from forerun_train.anchors import target_aux_hidden_states  # noqa: E402
-from forerun_train.eagle import (  # noqa: E402
+from forerun_train.toys.accept import matches, walk  # noqa: E402
+from forerun_train.toys.anchors import target_aux_hidden_states  # noqa: E402
+from forerun_train.toys.eagle import (  # noqa: E402
     EagleRun,
     chain_guesses,
     frequent_tokens,
@@ -25,10 +25,10 @@ from forerun_train.eagle import (  # noqa: E402
     start_from_target,
     train_eagle,
 )
-from forerun_train.eagle_model import Eagle, EagleShape, load_eagle, save_eagle  # noqa: E402
-from forerun_train.generate import causal_layers, greedy, head  # noqa: E402
-from forerun_train.regen import Samples  # noqa: E402
-from forerun_train.target import TargetShape, build_target  # noqa: E402
+from forerun_train.toys.eagle_model import Eagle, EagleShape, load_eagle, save_eagle  # noqa: E402
+from forerun_train.toys.generate import causal_layers, greedy, head  # noqa: E402
+from forerun_train.toys.regen import Samples  # noqa: E402
+from forerun_train.toys.target import TargetShape, build_target  # noqa: E402
 from tests.models.support import CPU_F32, Loop  # noqa: E402
 
 SHAPE = TargetShape(

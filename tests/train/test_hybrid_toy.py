@@ -9,9 +9,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from forerun_train import hybrid  # noqa: E402
-from forerun_train.anchors import target_aux_hidden_states  # noqa: E402
-from forerun_train.draft_model import Draft, load_draft, save_draft  # noqa: E402
+from forerun_train.toys import hybrid  # noqa: E402
+from forerun_train.toys.anchors import target_aux_hidden_states  # noqa: E402
+from forerun_train.toys.draft_model import Draft, load_draft, save_draft  # noqa: E402
 
 
 def test_the_draft_reads_what_the_layers_put_out() -> None:

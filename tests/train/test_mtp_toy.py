@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 
 from forerun.models.loader import load_target  # noqa: E402
 from forerun.models.nextn import load_nextn, load_nextn_config  # noqa: E402
-from forerun_train import mtp  # noqa: E402
+from forerun_train.toys import mtp  # noqa: E402
 from tests.models.support import CPU, CPU_F32, Loop  # noqa: E402
 
 IDS = torch.arange(60, 90)

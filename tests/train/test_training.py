@@ -11,9 +11,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from forerun_train.accept import matches, walk  # noqa: E402
-from forerun_train.anchors import block_labels, sample_anchors, target_aux_hidden_states  # noqa: E402
-from forerun_train.draft import (  # noqa: E402
+from forerun_train.toys.accept import matches, walk  # noqa: E402
+from forerun_train.toys.anchors import block_labels, sample_anchors, target_aux_hidden_states  # noqa: E402
+from forerun_train.toys.draft import (  # noqa: E402
     DraftRun,
     block_guesses,
     block_inputs,
@@ -21,11 +21,17 @@ from forerun_train.draft import (  # noqa: E402
     position_weights,
     train_draft,
 )
-from forerun_train.draft_model import Draft, DraftShape, block_mask, load_draft, save_draft  # noqa: E402
-from forerun_train.generate import batches, causal_layers, greedy, head  # noqa: E402
-from forerun_train.regen import Samples, verified_chats  # noqa: E402
-from forerun_train.target import TargetShape, build_target, label_weights, load_target, save_target  # noqa: E402
-from forerun_train.tokens import TokenStream  # noqa: E402
+from forerun_train.toys.draft_model import Draft, DraftShape, block_mask, load_draft, save_draft  # noqa: E402
+from forerun_train.toys.generate import batches, causal_layers, greedy, head  # noqa: E402
+from forerun_train.toys.regen import Samples, verified_chats  # noqa: E402
+from forerun_train.toys.target import (  # noqa: E402
+    TargetShape,
+    build_target,
+    label_weights,
+    load_target,
+    save_target,
+)
+from forerun_train.toys.tokens import TokenStream  # noqa: E402
 
 SHAPE = TargetShape(
     vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=2,

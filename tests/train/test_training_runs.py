@@ -18,11 +18,11 @@ from safetensors.torch import load_file
 from forerun import LLM, SamplingParams
 from forerun.core.errors import ConfigError
 from forerun.llm.bundled import bundled
+from forerun_train.toys.word_problems import generate
 from forerun_train.trainer.checkpoint import Checkpoints, read_state
 from forerun_train.trainer.options import TrainOptions
 from forerun_train.trainer.run import run
 from forerun_train.trainer.view import lines_of
-from forerun_train.word_problems import generate
 from tests.train.packed import word_problems
 
 TARGET = bundled("target")

@@ -21,14 +21,14 @@ from forerun.evals.word_problems import (
     extract_answer,
     problems,
 )
-from forerun_train.word_problems import (
+from forerun_train.toys.word_problems import (
     SHIPPED,
     TEMPLATES,
     TRAIN_SEEDS,
     generate,
     shipped_lines,
 )
-from forerun_train.word_text import Draw, over, plus, times
+from forerun_train.toys.word_text import Draw, over, plus, times
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 _SUM = re.compile(r"[\d(][\d+\-*/() ]*(?:= [\d+\-*/() ]*\d)+")

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
-from forerun_train.accept import Guess
-from forerun_train.anchors import Mixture, accept_means, block_labels, target_aux_hidden_states
-from forerun_train.eagle_model import Eagle
-from forerun_train.generate import causal_layers, normed
-from forerun_train.loop import Run, adamw, train
-from forerun_train.regen import Samples
+from forerun_train.toys.accept import Guess
+from forerun_train.toys.anchors import Mixture, accept_means, block_labels, target_aux_hidden_states
+from forerun_train.toys.eagle_model import Eagle
+from forerun_train.toys.generate import causal_layers, normed
+from forerun_train.toys.loop import Run, adamw, train
+from forerun_train.toys.regen import Samples
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,8 @@ import numpy.typing as npt
 import torch
 from transformers import Qwen3ForCausalLM
 
-from forerun_train.generate import batches, causal_layers, greedy, head
-from forerun_train.tokens import TokenStream
+from forerun_train.toys.generate import batches, causal_layers, greedy, head
+from forerun_train.toys.tokens import TokenStream
 
 
 @dataclass(frozen=True)

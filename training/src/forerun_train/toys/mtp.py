@@ -1,6 +1,6 @@
 """Trains the DeepSeek-V3-shaped toy of the tests: MLA, experts, and an MTP layer that predicts.
 
-    python -m forerun_train.mtp runs/toy
+    python -m forerun_train.toys.mtp runs/toy
 
 About five minutes on two CPU cores. Text is bytes of generated word problems. Target and MTP layer
 are trained together, the MTP loss weighs `MTP_WEIGHT` (DeepSeek-V3, arXiv 2412.19437, section 2.2);
@@ -35,8 +35,8 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
     DeepseekV3RMSNorm,
 )
 
-from forerun_train import word_templates_a
-from forerun_train.word_text import Draw
+from forerun_train.toys import word_templates_a
+from forerun_train.toys.word_text import Draw
 
 BOS, EOS, VOCAB = 256, 257, 264  # after 256 bytes
 MTP_WEIGHT: Final = 0.5

@@ -1,6 +1,6 @@
 """The whole recipe: corpus → tokenizer → token streams → target → responses → drafts → scores.
 
-    python -m forerun_train.recipe --stage all --out runs/pair --wheels wheels
+    python -m forerun_train.toys.recipe --stage all --out runs/pair --wheels wheels
 
 Every stage reads and writes files under ``--out`` and is skipped where its result is there already
 (``--again`` redoes it). Settings and results are kept in ``recipe.json``.
@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def corpus_stage(s: Settings) -> dict[str, Any]:
-    from forerun_train.corpus import build_corpus
+    from forerun_train.toys.corpus import build_corpus
 
     if s.wheels is None:
         raise SystemExit(
@@ -91,9 +91,9 @@ def corpus_stage(s: Settings) -> dict[str, Any]:
 
 
 def tokenizer_stage(s: Settings) -> dict[str, Any]:
-    from forerun_train.corpus import read_documents
-    from forerun_train.tokenizer import render_chat, save_tokenizer, train_tokenizer
-    from forerun_train.tokens import training_problems
+    from forerun_train.toys.corpus import read_documents
+    from forerun_train.toys.tokenizer import render_chat, save_tokenizer, train_tokenizer
+    from forerun_train.toys.tokens import training_problems
 
     documents = read_documents(s.data / "python_train.xz")
     random.Random(0).shuffle(documents)
@@ -112,8 +112,8 @@ def tokenizer_stage(s: Settings) -> dict[str, Any]:
 
 
 def tokens_stage(s: Settings) -> dict[str, Any]:
-    from forerun_train.corpus import read_documents
-    from forerun_train.tokens import chat_stream, python_stream
+    from forerun_train.toys.corpus import read_documents
+    from forerun_train.toys.tokens import chat_stream, python_stream
 
     documents = read_documents(s.data / "python_train.xz")[: 200 if s.tiny else None]
     python = python_stream(documents, s.target, s.workers)
@@ -131,7 +131,7 @@ def tokens_stage(s: Settings) -> dict[str, Any]:
 def target_stage(s: Settings) -> dict[str, Any]:
     import torch
 
-    from forerun_train.target import (
+    from forerun_train.toys.target import (
         RowSampler,
         TargetRun,
         TargetShape,
@@ -141,7 +141,7 @@ def target_stage(s: Settings) -> dict[str, Any]:
         save_target,
         train_target,
     )
-    from forerun_train.tokenizer import (
+    from forerun_train.toys.tokenizer import (
         END_OF_TEXT,
         IM_END,
         IM_START,
@@ -149,7 +149,7 @@ def target_stage(s: Settings) -> dict[str, Any]:
         load_tokenizer,
         special_ids,
     )
-    from forerun_train.tokens import TokenStream
+    from forerun_train.toys.tokens import TokenStream
 
     torch.manual_seed(0)
     shape = TargetShape(num_hidden_layers=4, intermediate_size=128) if s.tiny else TargetShape()
@@ -181,16 +181,16 @@ def target_stage(s: Settings) -> dict[str, Any]:
 def regen_stage(s: Settings) -> dict[str, Any]:
     import torch
 
-    from forerun_train.regen import joined, python_prompts, regenerate, verified_chats
-    from forerun_train.target import load_target
-    from forerun_train.tokenizer import (
+    from forerun_train.toys.regen import joined, python_prompts, regenerate, verified_chats
+    from forerun_train.toys.target import load_target
+    from forerun_train.toys.tokenizer import (
         END_OF_TEXT,
         IM_END,
         assistant_id,
         load_tokenizer,
         special_ids,
     )
-    from forerun_train.tokens import TokenStream
+    from forerun_train.toys.tokens import TokenStream
 
     tokenizer = load_tokenizer(s.target)
     ids, assistant = special_ids(tokenizer), assistant_id(tokenizer)
@@ -239,11 +239,11 @@ def regen_stage(s: Settings) -> dict[str, Any]:
 def draft_stage(s: Settings) -> dict[str, Any]:
     import torch
 
-    from forerun_train.draft import DraftRun, train_draft
-    from forerun_train.draft_model import Draft, DraftShape, load_draft, save_draft
-    from forerun_train.regen import Samples
-    from forerun_train.target import load_target
-    from forerun_train.tokenizer import MASK, load_tokenizer, special_ids
+    from forerun_train.toys.draft import DraftRun, train_draft
+    from forerun_train.toys.draft_model import Draft, DraftShape, load_draft, save_draft
+    from forerun_train.toys.regen import Samples
+    from forerun_train.toys.target import load_target
+    from forerun_train.toys.tokenizer import MASK, load_tokenizer, special_ids
 
     torch.manual_seed(1)
     target = load_target(s.target, s.device, torch.float32)
@@ -282,10 +282,10 @@ def draft_stage(s: Settings) -> dict[str, Any]:
 def eagle3_stage(s: Settings) -> dict[str, Any]:
     import torch
 
-    from forerun_train.eagle import EagleRun, frequent_tokens, start_from_target, train_eagle
-    from forerun_train.eagle_model import Eagle, EagleShape, load_eagle, save_eagle
-    from forerun_train.regen import Samples
-    from forerun_train.target import load_target
+    from forerun_train.toys.eagle import EagleRun, frequent_tokens, start_from_target, train_eagle
+    from forerun_train.toys.eagle_model import Eagle, EagleShape, load_eagle, save_eagle
+    from forerun_train.toys.regen import Samples
+    from forerun_train.toys.target import load_target
 
     torch.manual_seed(2)
     target = load_target(s.target, s.device, torch.float32)
@@ -322,7 +322,7 @@ def eagle3_stage(s: Settings) -> dict[str, Any]:
 
 
 def eval_stage(s: Settings) -> dict[str, Any]:
-    from forerun_train.scores import score_pair
+    from forerun_train.toys.scores import score_pair
 
     sizes = (
         {"problems": 3, "accept_problems": 2, "code_prompts": 2, "code_tokens": 12}
@@ -354,7 +354,7 @@ def _note(s: Settings, stage: str, facts: dict[str, Any]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="python -m forerun_train.recipe", description=__doc__)
+    p = argparse.ArgumentParser(prog="python -m forerun_train.toys.recipe", description=__doc__)
     p.add_argument("--stage", default="all", help=f"all, or some of {','.join(STAGES)}")
     p.add_argument("--out", type=Path, required=True)
     p.add_argument("--wheels", type=Path, default=None, help="where the packages' wheels lie")

@@ -13,16 +13,16 @@ from transformers import Qwen3ForCausalLM
 
 from forerun.evals.prompts import held_out
 from forerun.evals.word_problems import TEST_SEED, extract_answer
-from forerun_train.accept import AcceptScore, Guess, accept_score
-from forerun_train.draft import block_guesses
-from forerun_train.draft_model import load_draft
-from forerun_train.eagle import chain_guesses
-from forerun_train.eagle_model import load_eagle
-from forerun_train.regen import Samples, regenerate
-from forerun_train.target import load_target
-from forerun_train.tokenizer import END_OF_TEXT, IM_END, load_tokenizer, special_ids
-from forerun_train.tokens import prompt_text
-from forerun_train.word_problems import generate
+from forerun_train.toys.accept import AcceptScore, Guess, accept_score
+from forerun_train.toys.draft import block_guesses
+from forerun_train.toys.draft_model import load_draft
+from forerun_train.toys.eagle import chain_guesses
+from forerun_train.toys.eagle_model import load_eagle
+from forerun_train.toys.regen import Samples, regenerate
+from forerun_train.toys.target import load_target
+from forerun_train.toys.tokenizer import END_OF_TEXT, IM_END, load_tokenizer, special_ids
+from forerun_train.toys.tokens import prompt_text
+from forerun_train.toys.word_problems import generate
 
 
 def score_pair(

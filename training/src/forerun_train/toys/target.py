@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from forerun_train.generate import causal_layers, head
-from forerun_train.loop import Run, adamw, train
-from forerun_train.tokens import TokenStream
+from forerun_train.toys.generate import causal_layers, head
+from forerun_train.toys.loop import Run, adamw, train
+from forerun_train.toys.tokens import TokenStream
 
 PROMPT_WEIGHT = 0.1
 """Loss weight of user turns; answers and code have weight 1."""

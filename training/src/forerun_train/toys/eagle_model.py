@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from forerun_train.draft_model import Mlp
-from forerun_train.generate import rope_table, rotate
+from forerun_train.toys.draft_model import Mlp
+from forerun_train.toys.generate import rope_table, rotate
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen3ForCausalLM
 
-from forerun_train.generate import causal_layers
-from forerun_train.regen import Samples
+from forerun_train.toys.generate import causal_layers
+from forerun_train.toys.regen import Samples
 
 
 def target_aux_hidden_states(

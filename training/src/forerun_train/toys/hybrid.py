@@ -1,11 +1,11 @@
 """Trains the hybrid toy of the tests: a Qwen3.5-shaped target and a DFlash draft for it.
 
-    python -m forerun_train.hybrid runs/hybrid
+    python -m forerun_train.toys.hybrid runs/hybrid
 
-Five minutes on one CPU core. Text is bytes of generated word problems (`forerun_train.mtp`). Three
-layers are gated DeltaNet and one is full attention, as in Qwen3.5. The draft learns from greedy
-texts of the target and from the hidden states of its first three layers; the recurrent state and
-the K/V of the context both decide what it reads.
+Five minutes on one CPU core. Text is bytes of generated word problems (`forerun_train.toys.mtp`).
+Three layers are gated DeltaNet and one is full attention, as in Qwen3.5. The draft learns from
+greedy texts of the target and from the hidden states of its first three layers; the recurrent state
+and the K/V of the context both decide what it reads.
 
 The folder gets `target/`, `draft/` (z-lab's format) and `cases.json`: greedy texts of transformers'
 model with these weights in float32, and at every token of a text how many drafts of a full block
@@ -30,12 +30,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
-from forerun_train.accept import accept_score, matches
-from forerun_train.draft import DraftRun, block_guesses, train_draft
-from forerun_train.draft_model import Draft, DraftShape, load_draft, save_draft
-from forerun_train.loop import Run, adamw, train
-from forerun_train.mtp import BOS, EOS, VOCAB, text
-from forerun_train.regen import Samples
+from forerun_train.toys.accept import accept_score, matches
+from forerun_train.toys.draft import DraftRun, block_guesses, train_draft
+from forerun_train.toys.draft_model import Draft, DraftShape, load_draft, save_draft
+from forerun_train.toys.loop import Run, adamw, train
+from forerun_train.toys.mtp import BOS, EOS, VOCAB, text
+from forerun_train.toys.regen import Samples
 
 MASK: Final = 258
 BLOCK: Final = 8

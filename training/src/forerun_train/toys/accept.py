@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from forerun_train.regen import Samples
+from forerun_train.toys.regen import Samples
 
 Guess = Callable[[Tensor, Tensor], Tensor]
 """``ids`` [1, s], ``anchors`` [1, n] -> the drafts after every anchor, [n, K]."""

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from forerun_train.generate import rotate
+from forerun_train.toys.generate import rotate
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from forerun_train.accept import Guess
-from forerun_train.anchors import Mixture, accept_means, block_labels, target_aux_hidden_states
-from forerun_train.draft_model import Draft
-from forerun_train.loop import Run, adamw, train
-from forerun_train.regen import Samples
+from forerun_train.toys.accept import Guess
+from forerun_train.toys.anchors import Mixture, accept_means, block_labels, target_aux_hidden_states
+from forerun_train.toys.draft_model import Draft
+from forerun_train.toys.loop import Run, adamw, train
+from forerun_train.toys.regen import Samples
 
 
 @dataclass(frozen=True, kw_only=True)

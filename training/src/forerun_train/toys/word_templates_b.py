@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from forerun_train.word_templates_a import Parts, Template
-from forerun_train.word_text import Draw, minus, over, plus, times
+from forerun_train.toys.word_templates_a import Parts, Template
+from forerun_train.toys.word_text import Draw, minus, over, plus, times
 
 
 def fuel(d: Draw) -> Parts:

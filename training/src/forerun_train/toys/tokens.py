@@ -17,8 +17,8 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from forerun.evals.word_problems import TEST_SEED
-from forerun_train.tokenizer import END_OF_TEXT, load_tokenizer, render_chat, special_ids
-from forerun_train.word_problems import Problem, generate, stream
+from forerun_train.toys.tokenizer import END_OF_TEXT, load_tokenizer, render_chat, special_ids
+from forerun_train.toys.word_problems import Problem, generate, stream
 
 TEST_QUESTIONS = 4096
 """Number of problems of the test seed whose questions are excluded from training."""

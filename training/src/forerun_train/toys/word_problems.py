@@ -3,7 +3,7 @@
 The bundled target is trained on these and scored on seeds it has never seen. Pure Python,
 deterministic: the same ``seed`` and position give the same problem on every machine.
 
-    python -m forerun_train.word_problems src/forerun/evals/data/word_problems.jsonl
+    python -m forerun_train.toys.word_problems src/forerun/evals/data/word_problems.jsonl
 
 writes the problems that ship with `forerun`.
 """
@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Final
 
 from forerun.evals.word_problems import TEST_SEED
-from forerun_train import word_templates_a, word_templates_b
-from forerun_train.word_text import Draw
+from forerun_train.toys import word_templates_a, word_templates_b
+from forerun_train.toys.word_text import Draw
 
 TRAIN_SEEDS: Final = range(0, 1_000_000)
 """Seeds that training may use; `forerun.evals.word_problems.TEST_SEEDS` are the others."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from forerun_train.word_text import Draw, minus, over, plus, times
+from forerun_train.toys.word_text import Draw, minus, over, plus, times
 
 Parts = tuple[str, list[str], int]
 Template = Callable[[Draw], Parts]

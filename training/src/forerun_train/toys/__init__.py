@@ -1,0 +1,1 @@
+"""How the bundled models and the toys of the tests were trained."""
