@@ -11,6 +11,8 @@ from forerun.config.engine_config import EngineConfig
 from forerun.core.errors import ConfigError
 from forerun.executor.attention_setup import AttentionSetup
 from forerun.kernels.cpu import library
+from forerun.kernels.moe.config import experts_have_fixed_order
+from forerun.kernels.runtime.gpu import GpuInfo, gpu_of
 from forerun.kvcache.layouts import DenseKV
 from forerun.layers.moe import Experts
 from forerun.models.base import CausalLM
@@ -34,7 +36,10 @@ def has_fixed_order(
     if not config.enable_deterministic_inference:
         return False
     on_gpu = device.type == "cuda"
-    reasons = _missing_on_gpu(config, model, dtype) if on_gpu else _missing_on_cpu(config)
+    if on_gpu:
+        reasons = missing_on_gpu(config, model, dtype, gpu_of(device))
+    else:
+        reasons = _missing_on_cpu(config)
     if reasons:
         where = "GPU" if on_gpu else "CPU"
         raise ConfigError(
@@ -62,9 +67,11 @@ def _missing_on_cpu(config: EngineConfig) -> list[str]:
     return missing + [f"{what}: no fixed order of sums yet" for wanted, what in asked if wanted]
 
 
-def _missing_on_gpu(config: EngineConfig, model: CausalLM, dtype: torch.dtype) -> list[str]:
+def missing_on_gpu(
+    config: EngineConfig, model: CausalLM, dtype: torch.dtype, gpu: GpuInfo
+) -> list[str]:
     """What has no kernels whose sums have one order."""
-    layers = model.kv_layout(dtype).layers
+    layers, experts = model.kv_layout(dtype).layers, list(model.modules(Experts))
     stored = weight_format(model.config) is not None
     asked = (
         (config.model_impl == TRANSFORMERS, "model_impl transformers"),
@@ -72,7 +79,14 @@ def _missing_on_gpu(config: EngineConfig, model: CausalLM, dtype: torch.dtype) -
         (config.quantization is not None, f"GEMMs of {config.quantization} weights"),
         (stored, "GEMMs of quantized checkpoints"),
         (dtype != torch.bfloat16, f"GEMMs of {dtype_name(dtype)} weights"),
-        (any(model.modules(Experts)), "mixtures of experts"),
+        (
+            any(each.activation is not None for each in experts),
+            "experts with biases or another activation than SiLU",
+        ),
+        (
+            not all(experts_have_fixed_order(*each.sizes, gpu) for each in experts),
+            "experts of this hidden size and width (on Hopper both must be multiples of 64)",
+        ),
         (not all(isinstance(each, DenseKV) for each in layers), "layers that keep no K and V"),
     )
     return [f"{what} have no fixed order of sums yet" for missing, what in asked if missing]

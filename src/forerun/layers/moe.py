@@ -8,7 +8,7 @@ Experts that compute every token (DeepSeek's shared experts) are stacked after t
 checkpoint they are one MLP as wide as all of them, `shared_experts.up_proj.weight`. In a decode
 step they are further choices of every token (SGLang: shared experts fusion): no kernels of their
 own, and their weights are read in one stream with the others. For more tokens dense GEMMs compute
-them.
+them, but in a fixed order, where a token's sum must not depend on how many there are.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Router(Module):
     has_bias: ClassVar[bool] = False  # of the logits
 
     def __init__(self, hidden_size: int, routing: Routing, place: WeightPlacement) -> None:
-        self.routing = routing
+        self.routing = replace(routing, fixed_order=place.fixed_order)
         self.bias = place.empty(routing.num_experts) if self.has_bias else None
         self.weight = place.empty(routing.num_experts, hidden_size)
         # Rounded to bfloat16, it would change which experts are chosen.
@@ -175,7 +175,7 @@ class Experts(Module):
                     f" the kernels need multiples of {ALIGNMENT}."
                 )
         self.num_experts, self.num_shared = len(self.part), num_shared
-        self._num_all = num_experts
+        self._num_all, self._hidden_size = num_experts, hidden_size
         self.is_part = self.num_experts < num_experts
         count = self.num_experts + num_shared
         self.w13 = place.empty_weight(count, 2 * self.width, hidden_size)
@@ -202,6 +202,11 @@ class Experts(Module):
         each = num_experts // ep_size
         first = place.comm.rank * ep_size // place.comm.size * each
         return range(first, first + each)
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Hidden size, and columns of an expert on this rank."""
+        return self._hidden_size, self.width
 
     @property
     def can_be_fused(self) -> bool:
@@ -477,7 +482,7 @@ def with_another(partials: Tensor, output: Tensor) -> Tensor:
 def unreduced_mlp(hidden_size: int, width: int, place: WeightPlacement) -> GatedMLP:
     """An MLP of which a rank computes its part, to be summed with the experts."""
     ranks = UnreducedRank(place.comm.rank, place.comm.size)
-    own = WeightPlacement(place.dtype, place.device, ranks)
+    own = WeightPlacement(place.dtype, place.device, ranks, fixed_order=place.fixed_order)
     return GatedMLP(hidden_size, width, bias=False, place=own)
 
 

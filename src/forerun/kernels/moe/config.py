@@ -148,7 +148,8 @@ def choose_router_sm90(
 ) -> Sm90RouterConfig | None:
     """The configuration for a router of this size; None: the Triton kernels serve it.
 
-    Which of them it is does not depend on the number of tokens up to `MAX_DECODE_TOKENS`.
+    Which of them it is does not depend on the number of tokens up to `MAX_DECODE_TOKENS`. In a
+    fixed order the kernel also serves more, in blocks of so many.
     """
     if not _hopper_with_nvrtc(gpu) or dtype != torch.bfloat16 or num_tokens > MAX_DECODE_TOKENS:
         return None
@@ -184,15 +185,34 @@ def router_sm90_smem_bytes(num_tokens: int, num_experts: int, top_k: int, slice:
     return partials + x_bytes + lists
 
 
+def experts_have_fixed_order(hidden: int, width: int, gpu: GpuInfo) -> bool:
+    """Whether experts (bfloat16, SiLU) have one order of sums for any number of tokens.
+
+    On Hopper, that of its kernel for few tokens.
+    """
+    if not _hopper_with_nvrtc(gpu):
+        return True
+    return choose_moe_sm90(1, hidden, width, torch.bfloat16, gpu) is not None
+
+
 def _hopper_with_nvrtc(gpu: GpuInfo) -> bool:
     return gpu.capability == 90 and not (gpu.amd or gpu.interpreted) and nvrtc.available()
 
 
-def choose_moe(num_tokens: int, gpu: GpuInfo, itemsize: int = 2) -> MoeConfig:
+def choose_moe(
+    num_tokens: int, gpu: GpuInfo, itemsize: int = 2, fixed_order: bool = False
+) -> MoeConfig:
     """The tiling for this many tokens; it changes after 128 and 1024 (AMD: 64 and 128) of them.
 
-    `itemsize`: bytes of an element; wider ones take fewer stages.
+    Args:
+        itemsize: bytes of an element; wider ones take fewer stages.
+        fixed_order: a token has the same sums among any number. On Hopper tiles of pairs are those
+            of its kernel up to 128 tokens, and beyond, Triton's multiply by the same instruction
+            (wgmma) in the same order along K. Elsewhere, where a small tile may be multiplied by
+            another instruction, there is one tiling.
     """
+    if fixed_order and not _hopper_with_nvrtc(gpu):
+        num_tokens = MAX_DECODE_TOKENS + 1
     if gpu.amd:
         return _choose_amd(num_tokens, gpu)
     if num_tokens <= MAX_DECODE_TOKENS:

@@ -10,7 +10,8 @@ pairs of one expert, from `ExpertTiles`) by one block of output columns:
 
 The partials of a token are added up in the order of the choices, by the RMSNorm that follows (as
 split-K partials) or by `combine`; nothing is added atomically. So a token's result does not depend
-on which other tokens are in the batch, within the ranges of `choose_moe`.
+on which other tokens are in the batch, within the ranges of `choose_moe`; in a fixed order nor on
+how many there are: partials are float32 then, and both kernels for bfloat16 have the same SiLU.
 
 On Hopper, up to `MAX_DECODE_TOKENS` tokens have one kernel for both (`experts_sm90.py`).
 
@@ -125,8 +126,8 @@ def expert_partials(
 ) -> Tensor:
     """The weighted output of every token's experts, by choice: x [T, H] -> [k, T, H].
 
-    float32; on a GPU in x's dtype for more than `MAX_DECODE_TOKENS` tokens.
-    Hopper's kernel leaves a gated output to one more, [k + 1, T, H].
+    float32; on a GPU in x's dtype for more than `MAX_DECODE_TOKENS` tokens, but in a fixed order.
+    A gated output comes after them, [k + 1, T, H], from Hopper's kernel or in a fixed order.
 
     Args:
         routed: of `route` for the same x, with its tiles; or of `router_logits_sm90`. Of a part of
@@ -142,22 +143,37 @@ def expert_partials(
     if not use_triton(x):
         gated = shared.result() if isinstance(shared, GatedOutput) else shared
         return expert_partials_ref(x, w13, w2, routed, gated, activation)
-    tiles, gpu = routed.tiles, gpu_of(x.device)
-    assert tiles is not None
-    swiglu = activation if isinstance(activation, ClampedSwiglu) else None
+    assert routed.tiles is not None
     plain = activation is None and not isinstance(shared, Tensor)
-    if config is None and plain and tiles.progress is not None:
-        sm90 = choose_moe_sm90(tokens, hidden, width, x.dtype, gpu)
+    if config is None and plain and routed.tiles.progress is not None:
+        sm90 = choose_moe_sm90(tokens, hidden, width, x.dtype, gpu_of(x.device))
         if sm90 is not None:
             return partials_with_shared_sm90(x, (w13, w2), routed, shared, sm90)
-    if isinstance(shared, GatedOutput):
-        shared = shared.result()
-    config = config or choose_moe(tokens, gpu, x.itemsize)
-    assert tiles.block_m == config.block_m
+    config = config or choose_moe(tokens, gpu_of(x.device), x.itemsize, routed.fixed_order)
+    own = isinstance(shared, GatedOutput) and routed.fixed_order  # as Hopper's kernel leaves it
+    out = routed.new_partials(x, num_more=int(own))
+    added = shared.result(out[-1] if own else None) if isinstance(shared, GatedOutput) else shared
+    _run_grouped_gemms(x, (w13, w2), routed, None if own else added, (config, activation), out)
+    return out
+
+
+def _run_grouped_gemms(
+    x: Tensor,
+    weights: tuple[Tensor, Tensor],
+    routed: Routed,
+    shared: Tensor | None,
+    form: tuple[MoeConfig, ExpertActivation],
+    out: Tensor,
+) -> None:
+    """Fills the first k of `out` by Triton's kernels; `shared` is added to the first choice."""
+    (w13, w2), (config, activation), tiles = weights, form, routed.tiles
+    tokens, (_, hidden, width) = x.shape[0], w2.shape
+    assert tiles is not None and tiles.block_m == config.block_m
     assert x.is_contiguous() and w13.is_contiguous() and w2.is_contiguous()
     assert hidden % 8 == 0 and width % 8 == 0 and routed.experts.shape[0] == tokens
     top_k = routed.experts.shape[1]
     act = x.new_empty(tokens * top_k, width)
+    swiglu = activation if isinstance(activation, ClampedSwiglu) else None
     b13, b2 = (None, None) if swiglu is None else (swiglu.b13, swiglu.b2)
     alpha, limit = (0.0, 0.0) if swiglu is None else (swiglu.alpha, swiglu.limit)
     _gate_up[grid(tiles, width, config.gate_up)](
@@ -167,7 +183,6 @@ def expert_partials(
         **constants(tiles, config.gate_up), BLOCK_K=config.gate_up.block_k,
         EVEN_K=hidden % config.gate_up.block_k == 0, **pdl_options(x),
     )  # fmt: skip
-    out = routed.new_partials(x)
     _down[grid(tiles, hidden, config.down)](
         act, w2, b2, out, routed.weights, shared, tiles.pairs, tiles.tiles,
         tiles.tiles.shape[1], tokens, hidden // 8, width // 8,
@@ -176,7 +191,6 @@ def expert_partials(
         **constants(tiles, config.down), BLOCK_K=config.down.block_k,
         EVEN_K=width % config.down.block_k == 0, **pdl_options(x),
     )  # fmt: skip
-    return out
 
 
 def partials_with_shared_sm90(

@@ -405,8 +405,7 @@ __device__ void store_act(const float (&acc)[BLOCK_M / 2], const Arguments& args
   for (int i = 0; i < BLOCK_M / 4; i++) {
     if (pairs.pair[i] < 0) continue;
     float gate = round_bf16(acc[i / 2 * 4 + i % 2]), up = round_bf16(acc[i / 2 * 4 + i % 2 + 2]);
-    float sigmoid = __fdividef(1.f, 1.f + __expf(-gate));
-    args.act[(u64)pairs.pair[i] * args.I + column] = to_bf16(gate * sigmoid * up);
+    args.act[(u64)pairs.pair[i] * args.I + column] = to_bf16(gate * sigmoid(gate) * up);
   }
 }
 

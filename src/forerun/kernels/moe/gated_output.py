@@ -13,6 +13,7 @@ from forerun.kernels.cpu.functions import sigmoid
 from forerun.kernels.cpu.gemm import PackedWeight, gemm
 from forerun.kernels.runtime.gpu import vector_warps
 from forerun.kernels.runtime.jit import jit, tl, triton, use_triton
+from forerun.kernels.runtime.pairs import sum_pairs
 from forerun.kernels.runtime.pdl import pdl_options
 
 
@@ -70,7 +71,8 @@ def _gate_output(
     at += tl.program_id(0).to(tl.int64) * HIDDEN
     x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
     value = tl.load(value_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    logit = tl.sum(x * weight, 0).to(dtype).to(tl.float32)
+    products = sum_pairs(x * weight, 1, 1, BLOCK)  # one order, whatever `out` is
+    logit = tl.sum(tl.reshape(products, (1,)), 0).to(dtype).to(tl.float32)
     gate = tl.sigmoid(logit).to(dtype).to(tl.float32)
     out = (gate * value).to(dtype)
     tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=inside)

@@ -42,6 +42,7 @@ from forerun.kernels.moe.routing import (
 )
 from forerun.kernels.runtime.gpu import gpu_of, next_power_of_2
 from forerun.kernels.runtime.jit import jit, jit_no_specialize, tl, use_triton
+from forerun.kernels.runtime.pairs import sum_pairs
 from forerun.kernels.runtime.pdl import pdl_options
 
 BLOCK_N, BLOCK_K = 32, 128  # experts and columns per tile of the logits
@@ -84,23 +85,28 @@ def route(
             logits = F.linear(x, weight, bias)
         return route_ref(logits, correction_bias, routing)
     (tokens, hidden), groups = x.shape, routing.groups[0]
+    few = min(tokens, MAX_DECODE_TOKENS) if routing.fixed_order else tokens
     sm90 = choose_router_sm90(
-        tokens, hidden, routing.num_experts, routing.top_k, groups, x.dtype, gpu_of(x.device)
+        few, hidden, routing.num_experts, routing.top_k, groups, x.dtype, gpu_of(x.device)
     )
     if sm90 is not None:
         return route_sm90(x, weight, correction_bias, routing, counts, sm90, bias)
-    partials = router_partials(x, weight)
+    partials = router_partials(x, weight, routing.fixed_order)
     if bias is not None:
         partials[0] += bias
     rounded_like = None if routing.float32_logits else weight
     return top_k(partials, correction_bias, routing, counts, rounded_like)
 
 
-def router_partials(x: Tensor, weight: Tensor) -> Tensor:
-    """Split-K partials of x [T, H] weightᵀ, float32 [S, T, E]; S depends on H alone."""
+def router_partials(x: Tensor, weight: Tensor, fixed_order: bool = False) -> Tensor:
+    """Split-K partials of x [T, H] weightᵀ, float32 [S, T, E]; S depends on H alone.
+
+    `fixed_order`: of any number of tokens by the same instructions.
+    """
     (tokens, hidden), experts = x.shape, weight.shape[0]
     width = router_slice(hidden)
-    slices, block_m = -(-hidden // width), 16 if tokens <= MAX_DECODE_TOKENS else 64
+    slices = -(-hidden // width)
+    block_m = 16 if fixed_order or tokens <= MAX_DECODE_TOKENS else 64
     assert x.is_contiguous() and weight.is_contiguous() and hidden % 8 == 0
     partials = torch.empty(slices, tokens, experts, dtype=torch.float32, device=x.device)
     _router_logits[(-(-experts // BLOCK_N), -(-tokens // block_m), slices)](
@@ -127,7 +133,8 @@ def top_k(
     device, (num_groups, kept) = partials.device, routing.groups
     shared = routing.num_shared_choices(tokens)
     k, all_experts = routing.top_k + shared, num_experts + shared
-    block_m, in_kernel = choose_moe(tokens, gpu_of(device)).block_m, tokens <= MAX_DECODE_TOKENS
+    config = choose_moe(tokens, gpu_of(device), fixed_order=routing.fixed_order)
+    block_m, in_kernel = config.block_m, tokens <= MAX_DECODE_TOKENS
     weights = torch.empty(tokens, k, dtype=torch.float32, device=device)
     experts = torch.empty(tokens, k, dtype=torch.int32, device=device)
     pairs = tiles = None
@@ -150,9 +157,10 @@ def top_k(
         num_warps=warps, **pdl_options(weights),
     )  # fmt: skip
     if pairs is None or tiles is None:
-        return Routed(weights, experts, align(experts, all_experts, block_m), shared)
-    made = ExpertTiles(pairs, tiles, block_m, counts[num_experts + 1 :])
-    return Routed(weights, experts, made, shared)
+        made = align(experts, all_experts, block_m)
+    else:
+        made = ExpertTiles(pairs, tiles, block_m, counts[num_experts + 1 :])
+    return Routed(weights, experts, made, shared, fixed_order=routing.fixed_order)
 
 
 def tokens_of_top_k(tokens: int, columns: int) -> tuple[int, int]:
@@ -273,7 +281,7 @@ def _top_k(
     else:
         logits = tl.where(valid[None, :], logits, float("-inf"))
         scores = tl.exp(logits - tl.max(logits, 1)[:, None])
-        scores = scores / tl.sum(scores, 1)[:, None]
+        scores = scores / sum_pairs(tl.reshape(scores, (TOKENS, 1, COLUMNS)), TOKENS, 1, COLUMNS)
     choice = scores
     if correction_bias is not None:
         choice += tl.load(correction_bias + expert, mask=valid, other=0.0)[None, :]
@@ -300,7 +308,8 @@ def _top_k(
         ranks = tl.where(hit, i, ranks)
         choice = tl.where(hit, float("-inf"), choice)
     if NORM:
-        weights = weights / (tl.sum(weights, 1)[:, None] + norm_eps)
+        total = sum_pairs(tl.reshape(weights, (TOKENS, 1, CHOICES_BLOCK)), TOKENS, 1, CHOICES_BLOCK)
+        weights = weights / (total + norm_eps)
     weights *= factor
     if NUM_SHARED > 0:
         weights = tl.where(rank < TOP_K, weights, 1.0)

@@ -1,6 +1,6 @@
 // The router of a mixture of experts for up to 128 tokens on Hopper (sm_90a): logits, scores, top-k,
-// weights, and the experts' lists of pairs and tiles, in one cluster of 8 CTAs. router_sm90.py
-// explains the design, compiles and launches it.
+// weights, and the experts' lists of pairs and tiles, in one cluster of 8 CTAs; of more tokens without
+// the lists, a cluster per 128 of them. router_sm90.py explains the design, compiles and launches it.
 //
 // router_sm90.py puts its configuration in front of this file, as macros:
 //   HIDDEN, NUM_EXPERTS         H and E of the weight [E, H]
@@ -59,7 +59,7 @@ struct Arguments {
   const u16* logit_bias;         // [E] bf16, with LOGIT_BIAS
   float* weights;                // [T, k + shared]
   int* experts;                  // [T, k + shared]
-  int* pairs;                    // [E + shared, T]
+  int* pairs;                    // [E + shared, T]; null if there are more than one cluster's
   int* tiles;                    // [3, max_tiles]
   int T, max_tiles;
   float factor;
@@ -333,9 +333,12 @@ router_sm90_kernel(const u16* x, const u16* weight, const float* correction_bias
   griddepcontrol_launch_dependents();
   __shared__ u64 barriers[2 + MAX_TOKENS / TOKENS_MMA];
   extern __shared__ __align__(16) unsigned char smem[];
-  Arguments args{x,     weight, correction_bias, logit_bias, weights, experts,
-                 pairs, tiles,  T,               max_tiles,  factor};
-  int cta_rank = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  int first_token = blockIdx.x / CTAS * MAX_TOKENS;
+  T = min(T - first_token, MAX_TOKENS);
+  Arguments args{x + (u64)first_token * HIDDEN, weight, correction_bias, logit_bias,
+                 weights + first_token * CHOICES, experts + first_token * CHOICES,
+                 pairs, tiles, T, max_tiles, factor};
+  int cta_rank = blockIdx.x % CTAS, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   bool many = T > TOKENS_MMA;
   TokenMap map(T);
   const float* partials = (const float*)smem;
@@ -372,6 +375,7 @@ router_sm90_kernel(const u16* x, const u16* weight, const float* correction_bias
   }
   if (cta_rank > 0) return;
   mbarrier_wait(exchange.choices_barrier, 0);
+  if (pairs == nullptr) return;
   __syncthreads();  // `chosen` is zero
   mark_tokens(chosen, choices, T);
   list_pairs(args, chosen, choices);

@@ -22,7 +22,8 @@ data in distributed shared memory (DSMEM) instead of in two launches through glo
 
 No results are added atomically, and the order of every sum is the same for 1 to 128 tokens. So a
 token's experts and weights are the same alone and among up to 127 others. (Triton's router, which
-serves everything else, adds up in another order.)
+serves everything else, adds up in another order.) In a fixed order more tokens are served too, a
+cluster per 128 of them; these leave pairs and tiles to `align.py`.
 """
 
 from __future__ import annotations
@@ -33,16 +34,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from forerun.kernels.moe.align import align
 from forerun.kernels.moe.config import (
     DECODE_BLOCK_M,
     MAX_DECODE_TOKENS,
     ROUTER_SLICES,
     Sm90RouterConfig,
+    choose_moe,
     max_tiles,
     router_sm90_smem_bytes,
 )
 from forerun.kernels.moe.routing import ExpertTiles, Routed, Routing
 from forerun.kernels.runtime import nvrtc
+from forerun.kernels.runtime.gpu import gpu_of
 
 SOURCE = Path(__file__).with_name("router_sm90.cu")
 CTAS, THREADS = ROUTER_SLICES, 256
@@ -86,29 +90,37 @@ def route_sm90(
     config: Sm90RouterConfig,
     bias: Tensor | None = None,
 ) -> Routed:
-    """`route` for bfloat16 and up to 128 tokens. `counts`: only the experts' progress is used."""
+    """`route` for bfloat16. `counts`: only the experts' progress is used."""
     (tokens, hidden), num_experts, device = x.shape, routing.num_experts, x.device
     assert x.dtype == weight.dtype == torch.bfloat16 and weight.shape == (num_experts, hidden)
     assert bias is None or bias.dtype == torch.bfloat16
     assert all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in (x, weight))
-    assert tokens <= MAX_DECODE_TOKENS
+    blocks = -(-tokens // MAX_DECODE_TOKENS)
+    assert blocks == 1 or routing.fixed_order
     shared = routing.num_shared
     k, all_experts = routing.top_k + shared, num_experts + shared
     weights = torch.empty(tokens, k, dtype=torch.float32, device=device)
     experts = torch.empty(tokens, k, dtype=torch.int32, device=device)
-    pairs = torch.empty(all_experts * tokens, dtype=torch.int32, device=device)
-    most = max_tiles(tokens * k, all_experts, DECODE_BLOCK_M)
-    tiles = torch.empty(3, most, dtype=torch.int32, device=device)
+    pairs, tiles, most = None, None, 0
+    if blocks == 1:
+        pairs = torch.empty(all_experts * tokens, dtype=torch.int32, device=device)
+        most = max_tiles(tokens * k, all_experts, DECODE_BLOCK_M)
+        tiles = torch.empty(3, most, dtype=torch.int32, device=device)
     biases = correction_bias is not None, bias is not None
     kernel = _load_kernel(device, config, routing, hidden, *biases)
     args = (
         x, weight, correction_bias, bias, weights, experts, pairs, tiles,
         tokens, most, float(routing.routed_scaling_factor),
     )  # fmt: skip
-    smem = router_sm90_smem_bytes(tokens, num_experts, routing.top_k, config.slice)
-    nvrtc.launch(replace(kernel, smem_bytes=smem), CTAS, THREADS, args, device)
-    made = ExpertTiles(pairs, tiles, DECODE_BLOCK_M, counts[num_experts + 1 :])
-    return Routed(weights, experts, made, shared)
+    most_of_block = min(tokens, MAX_DECODE_TOKENS)
+    smem = router_sm90_smem_bytes(most_of_block, num_experts, routing.top_k, config.slice)
+    nvrtc.launch(replace(kernel, smem_bytes=smem), CTAS * blocks, THREADS, args, device)
+    if pairs is None or tiles is None:
+        block_m = choose_moe(tokens, gpu_of(device), fixed_order=True).block_m
+        made = align(experts, all_experts, block_m)
+    else:
+        made = ExpertTiles(pairs, tiles, DECODE_BLOCK_M, counts[num_experts + 1 :])
+    return Routed(weights, experts, made, shared, fixed_order=routing.fixed_order)
 
 
 def _most_smem_bytes(

@@ -45,6 +45,8 @@ class Routing:
     float32_logits: bool = True
     # Shared experts, which compute every token: ids E, E + 1, ... See `num_shared_choices`.
     num_shared: int = 0
+    # A token's experts, weights and sums are those of any number of tokens, to the last bit.
+    fixed_order: bool = False
 
     def __post_init__(self) -> None:
         for problem in self._problems():
@@ -60,9 +62,10 @@ class Routing:
         """How many shared experts are appended to the choices of so many tokens, with weight 1.
 
         All of them where the time is that of reading weights (SGLang: shared experts fusion); none
-        where large dense GEMMs compute them faster.
+        where large dense GEMMs compute them faster. In a fixed order they always are choices.
         """
-        return self.num_shared if num_tokens <= MAX_DECODE_TOKENS else 0
+        few = num_tokens <= MAX_DECODE_TOKENS
+        return self.num_shared if few or self.fixed_order else 0
 
     def _problems(self) -> list[str]:
         (n_group, kept), experts, top_k = self.groups, self.num_experts, self.top_k
@@ -130,15 +133,18 @@ class Routed:
     num_shared: int = 0  # of the k choices, the last
     # Some choices are other ranks': no tile has them, or without tiles, ids are beyond the experts.
     is_part: bool = False
+    fixed_order: bool = False  # the routing's
 
-    def new_partials(self, x: Tensor) -> Tensor:
+    def new_partials(self, x: Tensor, num_more: int = 0) -> Tensor:
         """Returns [k, T, H] to be filled, of x [T, H]; choices not computed here are zeros.
 
-        float32 up to `MAX_DECODE_TOKENS` tokens, else of x's dtype.
+        float32 up to `MAX_DECODE_TOKENS` tokens or in a fixed order, else of x's dtype.
+        `num_more`: so many [T, H] are left after these for the caller to fill.
         """
-        dtype = torch.float32 if len(x) <= MAX_DECODE_TOKENS else x.dtype
+        float32 = self.fixed_order or len(x) <= MAX_DECODE_TOKENS
+        dtype = torch.float32 if float32 else x.dtype
         new = torch.zeros if self.is_part else torch.empty
-        return new((self.experts.shape[1], *x.shape), dtype=dtype, device=x.device)
+        return new((self.experts.shape[1] + num_more, *x.shape), dtype=dtype, device=x.device)
 
 
 def route_ref(

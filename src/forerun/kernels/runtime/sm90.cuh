@@ -297,6 +297,14 @@ __device__ inline float round_bf16(float x) { return from_bf16(to_bf16(x)); }
 __device__ inline float low(u32 bf16x2) { return __uint_as_float(bf16x2 << 16); }
 __device__ inline float high(u32 bf16x2) { return __uint_as_float(bf16x2 & 0xffff0000u); }
 
+// The instructions of Triton's `tl.sigmoid`, so that its kernels give the same bits.
+__device__ inline float sigmoid(float x) {
+  float exponential, y;
+  asm("ex2.approx.f32 %0, %1;" : "=f"(exponential) : "f"(-x * 1.4426950408889634f));
+  asm("div.full.f32 %0, %1, %2;" : "=f"(y) : "f"(1.f), "f"(1.f + exponential));
+  return y;
+}
+
 __device__ inline float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
