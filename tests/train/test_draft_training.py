@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,16 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from forerun.attention.base import AttentionBatch, AttentionContext, LayerMask, Mask
 from forerun.models.dflash import DFlashDraft, load_dflash
+from forerun.models.eagle3 import load_eagle3
 from forerun.models.heads.base import Block
+from forerun.models.nextn import load_nextn, load_nextn_config
 from forerun_train.drafts import draft as draft_module
 from forerun_train.drafts.blocks import blocks_at, can_anchor, sample_anchors
-from forerun_train.drafts.build import BuiltDraft, build_draft, tensors_of
-from forerun_train.drafts.draft import BlockDraft
-from forerun_train.drafts.heads import MarkovHead
+from forerun_train.drafts.build import BuiltDraft, build_draft
+from forerun_train.drafts.draft import Draft
+from forerun_train.drafts.heads import LMHead, MarkovHead
 from forerun_train.export import export_draft
-from forerun_train.hidden_states import FrozenTarget, load_frozen_target
+from forerun_train.hidden_states import FrozenTarget, HiddenStates, load_frozen_target
 from forerun_train.masks import BlockPlaces, MaskShape, attend, blocks_after_context, make_mask
 from forerun_train.objectives import PositionWeights
 from forerun_train.trainer.distributed import whole_parameters
@@ -59,9 +62,9 @@ def built(target: FrozenTarget, kind: str, **given: Any) -> BuiltDraft:
 class Step:
     """A batch with blocks on it, and what the target says of it."""
 
-    def __init__(self, target: FrozenTarget, draft: BlockDraft, anchors: int = 6) -> None:
+    def __init__(self, target: FrozenTarget, draft: Draft, anchors: int = 6) -> None:
         self.batch = packed(DOCUMENTS, VOCAB)
-        self.states = target.hidden_states(self.batch, draft.config.target_layer_ids)
+        self.states = target.hidden_states(self.batch, draft.target_layer_ids)
         noise = torch.rand(self.batch.input_ids.shape, generator=torch.Generator().manual_seed(1))
         self.anchors, self.chosen = sample_anchors(self.batch, noise, anchors)
         self.blocks = blocks_at(self.batch, self.anchors, self.chosen, draft.num_drafts)
@@ -116,9 +119,12 @@ def test_anchors_and_labels() -> None:
 
 
 def served(draft: BuiltDraft, target: FrozenTarget, folder: Path) -> DFlashDraft:
-    tensors = tensors_of(draft.model, whole_parameters(draft.model))
-    export_draft(folder, draft.raw, tensors, torch.float32)
-    return load_dflash(folder, CPU_F32, 64, target.model)
+    return load_dflash(exported(draft, folder), CPU_F32, 64, target.model)
+
+
+def exported(draft: BuiltDraft, folder: Path) -> Path:
+    export_draft(folder, draft.raw, draft.stored(whole_parameters(draft.model)), torch.float32)
+    return folder
 
 
 class Forced:
@@ -182,7 +188,7 @@ def test_a_block_is_that_of_the_served_draft(
     draft, engine = made.model, served(made, target, tmp_path / "draft")
     step, depth, confidence = Step(target, draft), draft.num_drafts, None
     with torch.no_grad():
-        hidden = draft.hidden(step.batch, step.states, step.blocks).unflatten(1, (-1, BLOCK))
+        hidden = draft.hidden(step.batch, step.states, step.blocks)
         chunk = draft.chunk(step.states, step.blocks, torch.zeros(()))
         rows = draft.rows(hidden.flatten(0, 1), chunk)
         scores = draft.head.scores(rows)
@@ -213,14 +219,14 @@ def test_a_chunked_loss_has_the_gradients_of_the_whole(
 ) -> None:
     """Logits of all rows in one piece, plain autograd, against chunks of three blocks."""
     mix, weights = {"ce_weight": 0.3, "kl_weight": 0.5, "l1_weight": 0.7}, PositionWeights(3.0, 0.4)
-    draft = built(target, "dflash", dpace=0.4, **mix).model
+    draft = built(target, "dflash", dpace=0.4, decay=3.0, **mix).model
     step, zero = Step(target, draft), torch.zeros(())
     monkeypatch.setitem(draft_module.CHUNK_LOGITS, "cpu", 3 * VOCAB * draft.num_drafts)
     found = draft(step.batch, step.states, step.blocks, zero)
     found.total.backward()
     chunked = {name: p.grad for name, p in draft.named_parameters()}
     draft.zero_grad()
-    hidden = draft.hidden(step.batch, step.states, step.blocks).unflatten(1, (-1, BLOCK))
+    hidden = draft.hidden(step.batch, step.states, step.blocks)
     logits = target.logits(hidden[:, :, 1:]).flatten(0, 1)
     places = (step.anchors.unsqueeze(2) + torch.arange(4)).clamp(max=47)
     of_target = target.logits(step.states.final[torch.arange(2).view(2, 1, 1), places])
@@ -235,3 +241,83 @@ def test_a_chunked_loss_has_the_gradients_of_the_whole(
     total.backward()
     for name, parameter in draft.named_parameters():
         torch.testing.assert_close(chunked[name], parameter.grad, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def serve_chain(forward: Callable[..., Any], loop: Loop, step: Step, place: Any) -> list[Tensor]:
+    """Hidden states [H] of every step of a chain, one row at a time after its context.
+
+    `forward`: (loop, first position, ids, hidden states or None for the target's) -> for the LM
+    head, and for the next step.
+    """
+    row, block = place
+    anchor, position = int(step.anchors[row, block]), int(step.blocks.positions[row, block])
+    tokens, context = step.blocks.tokens[row, block], slice(anchor - position, anchor)
+    following = step.batch.input_ids[row, context.start + 1 : anchor + 1]
+    states = HiddenStates(step.states.aux[row, context], step.states.final[row, context])
+    normed, hidden = forward(loop, 0, following, states, None)
+    out = [normed[-1]]
+    for k in range(1, len(tokens) - 1):
+        normed, hidden = forward(loop, position - 1 + k, tokens[k : k + 1], None, hidden[-1:])
+        out.append(normed[-1])
+    return out
+
+
+def check_chains(
+    draft: Draft, target: FrozenTarget, new_loop: Callable[[], Loop], forward: Callable[..., Any]
+) -> None:
+    step = Step(target, draft)
+    with torch.no_grad():
+        hidden = draft.hidden(step.batch, step.states, step.blocks)
+    places = step.chosen.nonzero().tolist()
+    assert len(places) >= 8
+    for place in places:
+        of_engine = serve_chain(forward, new_loop(), step, place)
+        torch.testing.assert_close(
+            hidden[tuple(place)], torch.stack(of_engine), rtol=1e-4, atol=1e-4
+        )
+
+
+def test_a_chain_is_that_of_the_served_eagle3_draft(target: FrozenTarget, tmp_path: Path) -> None:
+    ids = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(2))[:60].sort().values
+    draft = built(target, "eagle3", target_layer_ids=(0, 1, 2), ids=ids)
+    engine = load_eagle3(exported(draft, tmp_path / "d"), CPU_F32, 64, target.model)
+    assert engine.target_token_ids.tolist() == ids.tolist()
+
+    def forward(loop: Loop, start: int, ids: Tensor, states: Any, hidden: Any) -> Any:
+        hidden = hidden if states is None else engine.combine_hidden_states(states.aux)
+        return loop.ragged([(start, ids)], hidden)
+
+    def new_loop() -> Loop:
+        def run(ids: Tensor, positions: Tensor, ctx: AttentionContext, hidden: Tensor) -> Any:
+            return engine.forward(ids, hidden, positions, ctx)
+
+        layout = engine.config.kv_layout(torch.float32)
+        return Loop.over(run, layout, engine.layer_masks, engine.config.num_heads, 1)
+
+    check_chains(draft.model, target, new_loop, forward)
+    assert isinstance(draft.model.head, LMHead)
+    hidden = torch.randn(3, 32, generator=torch.Generator().manual_seed(5))
+    torch.testing.assert_close(draft.model.head.lm_head(hidden), engine.compute_logits(hidden))
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_a_chain_is_that_of_the_served_mtp_layer(name: str, tmp_path: Path) -> None:
+    folder = save(family(name), tmp_path / "target")
+    target = load_frozen_target(str(folder), torch.float32, CPU, 64)
+    draft = built(target, "mtp")
+    config = load_nextn_config(exported(draft, tmp_path / "d"))
+    engine = load_nextn(tmp_path / "d", config, CPU_F32, 64)
+
+    def forward(loop: Loop, start: int, ids: Tensor, states: Any, hidden: Any) -> Any:
+        hidden = hidden if states is None else states.final
+        out = loop.ragged([(start, target.model.embed(ids))], hidden)
+        return out, out
+
+    def new_loop() -> Loop:
+        def run(x: Tensor, positions: Tensor, ctx: AttentionContext, hidden: Tensor) -> Any:
+            return engine.forward(x, hidden, positions, ctx)
+
+        layout = engine.kv_layout(config, torch.float32)
+        return Loop.over(run, layout, (config.mask,), config.model.num_heads, 1)
+
+    check_chains(draft.model, target, new_loop, forward)

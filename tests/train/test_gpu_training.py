@@ -71,7 +71,7 @@ def one_step(device: torch.device, made: TrainOptions, compiled: bool) -> tuple[
     return sums.loss.cpu(), sums.norm.cpu()
 
 
-@pytest.mark.parametrize("kind", [k for k in KINDS if k not in ("eagle3", "mtp")])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_step_is_that_of_a_cpu(kind: str, compiled: bool, tmp_path: Path) -> None:
     made = options(tmp_path, kind=kind, head_rank=32)

@@ -37,10 +37,10 @@ class Blocks:
 
 
 def can_anchor(batch: Batch) -> Tensor:
-    """[B, T] bool: tokens whose next one is a label in the same document."""
+    """[B, T] bool: tokens whose next one is a label in the same document, the first one apart."""
     documents = batch.document_ids
     follows = batch.loss_mask[:, 1:] & (documents[:, 1:] == documents[:, :-1])
-    follows = follows & (documents[:, :-1] >= 0)
+    follows = follows & (documents[:, :-1] >= 0) & (batch.position_ids[:, :-1] > 0)
     return torch.nn.functional.pad(follows, (0, 1))
 
 

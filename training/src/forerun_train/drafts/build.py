@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,25 +11,79 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from forerun.config.json_files import read_json
+from forerun.config.model_config import ModelConfig
 from forerun.core.errors import ConfigError
+from forerun.models.decoder_layer import PreNormDecoderLayer
+from forerun.models.dflash_config import parse_dflash_config
+from forerun.models.draft_base import OFFSETS, OWN_HEAD
+from forerun.models.eagle3_config import parse_eagle3_config
+from forerun.models.llama import LlamaDecoderLayer
+from forerun.models.qwen2 import Qwen2DecoderLayer
+from forerun.models.qwen3 import Qwen3DecoderLayer
+from forerun.models.registry import model_class
 from forerun_train.drafts.body import DFlashBody
-from forerun_train.drafts.config import draft_config, initial_config, parse
-from forerun_train.drafts.draft import BlockDraft, DraftVocabulary, Objective
-from forerun_train.drafts.heads import HeadSizes, TrainingHead, build_head
+from forerun_train.drafts.chain import ChainDraft, EagleBody, Family, MtpBody
+from forerun_train.drafts.config import (
+    check_layers,
+    dflash_config,
+    eagle3_config,
+    mtp_config,
+    mtp_prefix,
+)
+from forerun_train.drafts.draft import BlockDraft, Draft, DraftVocabulary, Objective
+from forerun_train.drafts.heads import HeadSizes, LMHead, TrainingHead, build_head
 from forerun_train.hidden_states import FrozenTarget
 from forerun_train.objectives import Mix, PositionWeights
 from forerun_train.trainer.options import TrainOptions
 
-OFFSETS = "d2t"
+KNOWN = "t2d"  # which of the target's tokens a pruned vocabulary has
 
 
 @dataclass(frozen=True)
 class BuiltDraft:
     """A draft, and what its checkpoint says of it."""
 
-    model: BlockDraft
+    model: Draft
     raw: dict[str, Any]  # config.json
-    ids: Tensor | None  # of a pruned vocabulary
+    prefix: str = ""  # of the tensors of the checkpoint
+
+    def stored(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors of the checkpoint: parameters under its names, and a pruned vocabulary."""
+        named = {self._stored_as(name): value for name, value in parameters.items()}
+        vocabulary = self.model.vocabulary
+        if vocabulary.ids is None:
+            return named
+        ids = vocabulary.ids.cpu()
+        known = torch.zeros(len(vocabulary.target.head), dtype=torch.bool)
+        known[ids] = True
+        extra = {OFFSETS: ids - torch.arange(len(ids)), KNOWN: known}
+        return {OWN_HEAD: vocabulary.head} | extra | named
+
+    def load(self, folder: Path) -> None:
+        """Reads the weights of an exported draft.
+
+        Raises:
+            ConfigError: tensors are missing, others are there, or their shapes differ.
+        """
+        files = sorted(folder.glob("*.safetensors"))
+        found = {name: tensor for file in files for name, tensor in load_file(file).items()}
+        own = {self._stored_as(name): p for name, p in self.model.named_parameters()}
+        extra = {OFFSETS, KNOWN, OWN_HEAD} - own.keys()
+        differing = sorted(own.keys() ^ (found.keys() - extra))
+        if differing:
+            raise ConfigError(f"initial_draft {folder}: {differing[0]} is missing or not expected.")
+        for name, parameter in own.items():
+            if parameter.shape != found[name].shape:
+                raise ConfigError(
+                    f"initial_draft {folder}: {name} is {list(found[name].shape)}, expected"
+                    f" {list(parameter.shape)}."
+                )
+            parameter.data.copy_(found[name].float())
+
+    def _stored_as(self, name: str) -> str:
+        """Body and head have no prefix in checkpoints."""
+        return self.prefix + name.partition(".")[2]
 
 
 def build_draft(
@@ -38,56 +92,125 @@ def build_draft(
     """The draft with weights of the seed, or of `initial_draft`; on the target's device.
 
     Args:
+        mask_token: id that stands for the unknown tokens of a block.
         ids: [V_d] int64, tokens of a pruned vocabulary; None: all.
 
     Raises:
         ConfigError: the options do not fit the target.
     """
     torch.manual_seed(options.seed)
-    pruned = None if ids is None else len(ids)
+    check_layers(options, target.config)
+    request = Request(options, target, mask_token, DraftVocabulary(target, ids))
+    built = BUILDERS[options.kind](request)
     if options.initial_draft is not None:
-        raw = initial_config(Path(options.initial_draft))
+        built.load(Path(options.initial_draft))
+    built.model.to(target.device)
+    return built
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a draft is built of."""
+
+    options: TrainOptions
+    target: FrozenTarget
+    mask_token: int
+    vocabulary: DraftVocabulary
+
+    @property
+    def max_positions(self) -> int:
+        """Length of the rotary tables."""
+        return self.options.seq_len + self.options.block_size
+
+    @property
+    def draft_vocab(self) -> int | None:
+        """Size of a pruned vocabulary."""
+        return None if self.vocabulary.ids is None else len(self.vocabulary.ids)
+
+    def objective(self, head: TrainingHead) -> Objective:
+        """What the options say, or the head's own."""
+        options = self.options
+        given = options.ce_weight, options.kl_weight, options.l1_weight
+        mix = Mix(*(weight or 0.0 for weight in given))
+        if all(weight is None for weight in given):
+            mix = head.default_mix
+        decay = head.default_decay if options.decay is None else options.decay
+        return Objective(mix, PositionWeights(decay, options.dpace))
+
+
+def _dflash(request: Request) -> BuiltDraft:
+    options = request.options
+    if options.initial_draft is None:
+        raw = dflash_config(options, request.target.config, request.mask_token, request.draft_vocab)
     else:
-        raw = draft_config(options, target.config, mask_token, pruned)
-    config = parse(raw)
-    body = DFlashBody(config, options.seq_len + config.block_size, options.activation_checkpointing)
+        raw = _initial_config(Path(options.initial_draft))
+    config = parse_dflash_config(raw, "the draft's config")
+    positions = options.seq_len + config.block_size
+    body = DFlashBody(config, positions, options.activation_checkpointing)
     sizes = HeadSizes(config.hidden_size, config.vocab_size, config.draft_vocab_size)
     head = build_head(config.head, sizes)
-    objective = Objective(_mix(options, head), PositionWeights(options.decay, options.dpace))
-    model = BlockDraft(config, body, head, DraftVocabulary(target, ids), objective)
-    if options.initial_draft is not None:
-        load_weights(model, Path(options.initial_draft))
-    model.to(target.device)
-    return BuiltDraft(model, raw, ids)
+    objective = request.objective(head)
+    return BuiltDraft(BlockDraft(config, body, head, request.vocabulary, objective), raw)
 
 
-def _mix(options: TrainOptions, head: TrainingHead) -> Mix:
-    given = options.ce_weight, options.kl_weight, options.l1_weight
-    if given == (None, None, None):
-        return head.default_mix
-    return Mix(*(weight or 0.0 for weight in given))
+def _eagle3(request: Request) -> BuiltDraft:
+    options, target = request.options, request.target.config
+    raw = eagle3_config(options, target, request.draft_vocab)
+    config = parse_eagle3_config(raw, "the draft's config")
+    layers = config.target_layers(target.num_layers)
+    body = EagleBody(config.model, config.aux_hidden_size, request.max_positions)
+    head = LMHead(request.vocabulary.head)
+    drafts = options.block_size - 1
+    return BuiltDraft(
+        ChainDraft(body, head, request.vocabulary, request.objective(head), (layers, drafts)), raw
+    )
 
 
-def tensors_of(model: BlockDraft, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Names of parameters -> names of z-lab's checkpoints: body and head have no prefix there."""
-    return {name.partition(".")[2]: value for name, value in states.items()}
+def _mtp(request: Request) -> BuiltDraft:
+    options, target = request.options, request.target.config
+    raw = mtp_config(request.target.folder)
+    body = MtpBody(target, family_of(target), request.max_positions)
+    head = TrainingHead()
+    chain = (target.num_layers - 1,), options.block_size - 1  # the final state is what it reads
+    model = ChainDraft(body, head, request.vocabulary, request.objective(head), chain)
+    return BuiltDraft(model, raw, mtp_prefix(target))
 
 
-def load_weights(model: BlockDraft, folder: Path) -> None:
-    """Reads the weights of an exported draft.
+def family_of(target: ModelConfig) -> Family:
+    """How the attention of the target's layers differs from Llama's.
 
     Raises:
-        ConfigError: tensors are missing or others are there.
+        ConfigError: its layers differ in more than that.
     """
-    found = {n: t for f in sorted(folder.glob("*.safetensors")) for n, t in load_file(f).items()}
-    own = {name.partition(".")[2]: p for name, p in model.named_parameters()}
-    differing = sorted(own.keys() ^ (found.keys() - {OFFSETS, "lm_head.weight"}))
-    if differing:
-        raise ConfigError(f"initial_draft {folder}: {differing[0]} is missing or not expected.")
-    for name, parameter in own.items():
-        if parameter.shape != found[name].shape:
-            raise ConfigError(
-                f"initial_draft {folder}: {name} is {list(found[name].shape)}, expected"
-                f" {list(parameter.shape)}."
-            )
-        parameter.data.copy_(found[name].float())
+    own = model_class(target).decoder_layer
+    layer = next((each for each in PLAIN_LAYERS if each is own), None)
+    if layer is None or target.mlp_bias:
+        raise ConfigError(
+            f"An MTP layer for {target.architecture} cannot be trained here: its layers are not"
+            " those of Llama, Mistral, Qwen2 or Qwen3. Train another kind of draft."
+        )
+    attention = layer.attention
+    return Family(attention.qk_norm(target) is not None, *attention.biases(target))
+
+
+PLAIN_LAYERS: tuple[type[PreNormDecoderLayer], ...] = (
+    LlamaDecoderLayer,
+    Qwen2DecoderLayer,
+    Qwen3DecoderLayer,
+)
+
+
+def _initial_config(folder: Path) -> dict[str, Any]:
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"initial_draft {folder} has no config.json; give an exported draft.")
+    return dict(read_json(folder / "config.json"))
+
+
+BUILDERS: Mapping[str, Callable[[Request], BuiltDraft]] = {
+    "dflash": _dflash,
+    "dspark": _dflash,
+    "dflash2": _dflash,
+    "domino": _dflash,
+    "eagle3": _eagle3,
+    "mtp": _mtp,
+}

@@ -1,6 +1,6 @@
 """The `config.json` of a draft to be trained: the target's shape, and what the options say.
 
-It is read by the engine's own parser, so a draft is trained as it will be served.
+It is read by the engine's own parsers, so a draft is trained as it will be served.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Any
 from forerun.config.json_files import read_json
 from forerun.config.model_config import ModelConfig
 from forerun.core.errors import ConfigError
-from forerun.models.dflash_config import DFlashConfig, parse_dflash_config
+from forerun.models.eagle3_config import default_target_layers
+from forerun.models.further_layers import COUNT
 from forerun_train.trainer.options import TrainOptions
 
 DEFAULT_FEATURES = 5  # layers of the target that a draft reads
@@ -30,7 +31,20 @@ def spread_layers(num_layers: int, count: int = DEFAULT_FEATURES) -> tuple[int, 
     return tuple(dict.fromkeys(places))
 
 
-def draft_config(
+def check_layers(options: TrainOptions, target: ModelConfig) -> None:
+    """
+    Raises:
+        ConfigError: the target has no such layers.
+    """
+    for layer in options.target_layer_ids or ():
+        if not 0 <= layer < target.num_layers:
+            raise ConfigError(
+                f"target_layer_ids {list(options.target_layer_ids or ())} must lie between 0 and"
+                f" {target.num_layers - 1}, the target's last layer."
+            )
+
+
+def dflash_config(
     options: TrainOptions, target: ModelConfig, mask_token: int, draft_vocab: int | None = None
 ) -> dict[str, Any]:
     """`config.json` in z-lab's layout, with keys that SGLang and vLLM read.
@@ -40,19 +54,17 @@ def draft_config(
         draft_vocab: size of a pruned vocabulary.
     """
     layers = options.target_layer_ids or spread_layers(target.num_layers)
-    _check_layers(layers, target)
     inner: dict[str, Any] = {
         "block_size": options.block_size,
         "mask_token_id": mask_token,
         "target_layer_ids": list(layers),
     }
     top, of_head = HEAD_KEYS[options.kind](options)
-    body = _body(options, target)
-    if draft_vocab is not None:
-        body["draft_vocab_size"] = draft_vocab
     return {
         "architectures": ["DFlashDraftModel"],
-        **body,
+        "model_type": "qwen3",
+        **_layers(options, target, options.num_layers),
+        **({} if draft_vocab is None else {"draft_vocab_size": draft_vocab}),
         "num_target_layers": target.num_layers,
         "block_size": options.block_size,
         **top,
@@ -60,20 +72,38 @@ def draft_config(
     }
 
 
-def parse(raw: Mapping[str, Any], where: str = "the draft's config") -> DFlashConfig:
-    """The config as the engine reads it."""
-    return parse_dflash_config(raw, where)
+def eagle3_config(
+    options: TrainOptions, target: ModelConfig, draft_vocab: int | None = None
+) -> dict[str, Any]:
+    """`config.json` in SpecForge's layout."""
+    layers = options.target_layer_ids
+    if layers is None and target.num_layers >= 6:
+        layers = default_target_layers(target.num_layers)
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        **_layers(options, target, 1),
+        "draft_vocab_size": draft_vocab or target.vocab_size,
+        "target_hidden_size": target.hidden_size,
+        "mlp_bias": False,
+        "eagle_config": {
+            "eagle_aux_hidden_state_layer_ids": list(layers or spread_layers(target.num_layers)),
+            "use_aux_hidden_state": True,
+        },
+        "speculators_config": {
+            "proposal_methods": [{"speculative_tokens": options.block_size - 1}]
+        },
+    }
 
 
-def initial_config(folder: Path) -> dict[str, Any]:
-    """`config.json` of an exported draft that training starts from.
+def mtp_config(target: Path) -> dict[str, Any]:
+    """The target's `config.json` with one more layer, which predicts further ahead."""
+    return {**read_json(target / "config.json"), COUNT: 1}
 
-    Raises:
-        ConfigError: there is none.
-    """
-    if not (folder / "config.json").is_file():
-        raise ConfigError(f"initial_draft {folder} has no config.json; give an exported draft.")
-    return dict(read_json(folder / "config.json"))
+
+def mtp_prefix(target: ModelConfig) -> str:
+    """What the names of its tensors begin with: the layer after the target's last one."""
+    return f"model.layers.{target.num_layers}."
 
 
 Keys = tuple[dict[str, Any], dict[str, Any]]  # at the top, and in dflash_config
@@ -113,12 +143,12 @@ def _domino(options: TrainOptions) -> Keys:
 HEAD_KEYS = {"dflash": _dflash, "dspark": _dspark, "dflash2": _dflash2, "domino": _domino}
 
 
-def _body(options: TrainOptions, target: ModelConfig) -> dict[str, Any]:
+def _layers(options: TrainOptions, target: ModelConfig, count: int) -> dict[str, Any]:
+    """Keys of the draft's layers: the target's sizes."""
     return {
-        "model_type": "qwen3",
         "hidden_size": target.hidden_size,
         "intermediate_size": options.intermediate_size or target.intermediate_size,
-        "num_hidden_layers": options.num_layers,
+        "num_hidden_layers": count,
         "num_attention_heads": target.num_heads,
         "num_key_value_heads": target.num_kv_heads,
         "head_dim": target.head_dim,
@@ -131,13 +161,11 @@ def _body(options: TrainOptions, target: ModelConfig) -> dict[str, Any]:
         "attention_dropout": 0.0,
         "hidden_act": "silu",
         "initializer_range": 0.02,
-        "layer_types": ["full_attention"] * options.num_layers,
+        "layer_types": ["full_attention"] * count,
         "sliding_window": None,
         "use_sliding_window": False,
-        "max_window_layers": options.num_layers,
+        "max_window_layers": count,
         "tie_word_embeddings": False,
-        "dtype": "bfloat16",
-        "torch_dtype": "bfloat16",
         "use_cache": True,
     }
 
@@ -148,11 +176,3 @@ def _rope(target: ModelConfig) -> dict[str, Any]:
     if isinstance(stated, Mapping) and "rope_type" in stated and target.rope.scaling != "yarn":
         return {k: v for k, v in stated.items() if k != "partial_rotary_factor"}
     return {"rope_type": "default", "rope_theta": target.rope.theta}
-
-
-def _check_layers(layers: tuple[int, ...], target: ModelConfig) -> None:
-    if any(not 0 <= layer < target.num_layers for layer in layers):
-        raise ConfigError(
-            f"target_layer_ids {list(layers)} must lie between 0 and {target.num_layers - 1}, the"
-            " target's last layer."
-        )

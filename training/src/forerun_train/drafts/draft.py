@@ -1,7 +1,8 @@
-"""A DFlash draft in training: body, head, and the loss of all blocks of a batch."""
+"""Drafts in training: a body, a head, and the loss of all blocks of a batch."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -58,21 +59,24 @@ class DraftVocabulary:
         return columns.clamp(min=0), valid & known
 
 
-class BlockDraft(nn.Module):
-    """Its parameters are those of the checkpoint, under `body.` and `head.`."""
+class Draft(nn.Module, ABC):
+    """A body that gives hidden states of blocks or chains, and a head that scores drafts.
+
+    Parameters are those of the checkpoint, under `body.` and `head.`.
+    """
+
+    body: nn.Module
+    target_layer_ids: tuple[int, ...]
+    num_drafts: int  # D, of a block
+    first_row = 0  # of those in a block, the first one that predicts
 
     def __init__(
-        self,
-        config: DFlashConfig,
-        body: DFlashBody,
-        head: TrainingHead,
-        vocabulary: DraftVocabulary,
-        objective: Objective,
+        self, body: nn.Module, head: TrainingHead, vocabulary: DraftVocabulary, objective: Objective
     ) -> None:
         super().__init__()
-        self.config, self.body, self.head = config, body, head
-        self._vocabulary, self._objective = vocabulary, objective
-        self._compiled: dict[str, Callable[..., Any]] = {}  # not parts: their weights stand above
+        self.body, self.head = body, head
+        self.vocabulary, self._objective = vocabulary, objective
+        self.compiled: dict[str, Callable[..., Any]] = {}  # not parts: their weights stand above
 
     def compile_parts(self, divided: bool = False) -> None:
         """Compiles the body and the loss, for shapes that stay the same.
@@ -80,22 +84,20 @@ class BlockDraft(nn.Module):
         `divided`: among ranks; then layer by layer, since each is gathered when it runs.
         """
         compiled: Any = torch.compile
-        self._compiled["loss"] = compiled(self._chunk_loss, dynamic=False)
+        self.compiled["loss"] = compiled(self._chunk_loss, dynamic=False)
         if not divided:
-            self._compiled["body"] = compiled(self.body, dynamic=False)
+            self.compiled["body"] = compiled(self.body, dynamic=False)
             return
-        for layer in self.body.layers:
+        for layer in self.layers():
             layer.compile(dynamic=False)
 
-    @property
-    def first_row(self) -> int:
-        """The first row that predicts."""
-        return 0 if self.config.sample_from_anchor else 1
+    @abstractmethod
+    def layers(self) -> list[nn.Module]:
+        """The parts of the body that are gathered one by one, where they are divided."""
 
-    @property
-    def num_drafts(self) -> int:
-        """D: drafts of a block."""
-        return self.config.num_drafts
+    @abstractmethod
+    def hidden(self, batch: Batch, states: HiddenStates, blocks: Blocks) -> Tensor:
+        """Hidden states of the rows of all blocks after the final norm, [B, N, R, H]."""
 
     def forward(
         self, batch: Batch, states: HiddenStates, blocks: Blocks, done: Tensor
@@ -106,32 +108,13 @@ class BlockDraft(nn.Module):
             states: of the target, for the tokens of `batch`.
             done: part of the run that is done, float32, on the device.
         """
-        hidden = self.hidden(batch, states, blocks).unflatten(1, (-1, self.config.block_size))
-        hidden = hidden.flatten(0, 1)  # [n, R, H]
+        hidden = self.hidden(batch, states, blocks).flatten(0, 1)  # [n, R, H]
         chunk = self.chunk(states, blocks, done)
         limit = CHUNK_LOGITS.get(hidden.device.type, CHUNK_LOGITS["cpu"])
-        most = max(1, limit // (self.num_drafts * len(self._vocabulary.head)))
+        most = max(1, limit // (self.num_drafts * len(self.vocabulary.head)))
         size = next(part for part in range(min(most, len(hidden)), 0, -1) if not len(hidden) % part)
-        loss = self._compiled.get("loss", self._chunk_loss)
+        loss = self.compiled.get("loss", self._chunk_loss)
         return chunked_loss(loss, self.head, hidden, chunk, size)
-
-    def hidden(self, batch: Batch, states: HiddenStates, blocks: Blocks) -> Tensor:
-        """Hidden states of the rows of all blocks after the final norm, [B, N · R, H]."""
-        rows, length = self.config.block_size, batch.input_ids.shape[1]
-        assert self.config.mask_token_id is not None
-        embeds = self._vocabulary.target.embed(blocks.inputs(rows, self.config.mask_token_id))
-        queries = embeds.shape[1]
-        shape = MaskShape(len(embeds), queries, length + queries, embeds.device)
-        places = blocks.places(rows, length)
-        made = {
-            kind: make_mask(blocks_after_context(places, kind), shape)
-            for kind in dict.fromkeys(self.config.layer_masks())
-        }
-        masks = [made[kind] for kind in self.config.layer_masks()]
-        positions = batch.position_ids, blocks.row_positions(rows)
-        run = self._compiled.get("body", self.body)
-        out: Tensor = run(embeds, states.aux, positions, masks)
-        return out
 
     def chunk(self, states: HiddenStates, blocks: Blocks, done: Tensor) -> Chunk:
         """What the loss reads of each block; all tensors begin with [n]."""
@@ -141,8 +124,8 @@ class BlockDraft(nn.Module):
         if self._objective.mix.reads_target or self.head.reads_target:
             target_rows = rows_before(states.final, blocks.anchors, self.num_drafts).flatten(0, 1)
         if self.head.reads_embeddings:
-            embeds = self._vocabulary.target.embed(before)
-        labels, valid = self._vocabulary.columns(tokens[:, 1:], valid)
+            embeds = self.vocabulary.target.embed(before)
+        labels, valid = self.vocabulary.columns(tokens[:, 1:], valid)
         return {
             "before": before,
             "labels": labels,
@@ -154,12 +137,12 @@ class BlockDraft(nn.Module):
 
     def rows(self, hidden: Tensor, chunk: Mapping[str, Any]) -> Rows:
         """The rows that predict, of blocks with hidden states [n, R, H]; `chunk`: theirs."""
-        first, vocabulary = self.first_row, self._vocabulary
+        first, vocabulary = self.first_row, self.vocabulary
         predicting = hidden[:, first : first + self.num_drafts]
         target = chunk["target"]
         return Rows(
             predicting,
-            vocabulary.logits(predicting),
+            None if self.head.has_lm_head else vocabulary.logits(predicting),
             chunk["before"],
             chunk["labels"],
             chunk["valid"],
@@ -177,9 +160,48 @@ class BlockDraft(nn.Module):
         return found.total, found.weight.detach(), (found.drafts == rows.labels) & rows.valid
 
 
+class BlockDraft(Draft):
+    """A DFlash body: a block of masks in one pass."""
+
+    body: DFlashBody
+
+    def __init__(
+        self,
+        config: DFlashConfig,
+        body: DFlashBody,
+        head: TrainingHead,
+        vocabulary: DraftVocabulary,
+        objective: Objective,
+    ) -> None:
+        super().__init__(body, head, vocabulary, objective)
+        self.config, self.target_layer_ids = config, config.target_layer_ids
+        self.num_drafts = config.num_drafts
+        self.first_row = 0 if config.sample_from_anchor else 1
+
+    def layers(self) -> list[nn.Module]:
+        return list(self.body.layers)
+
+    def hidden(self, batch: Batch, states: HiddenStates, blocks: Blocks) -> Tensor:
+        rows, length = self.config.block_size, batch.input_ids.shape[1]
+        assert self.config.mask_token_id is not None
+        embeds = self.vocabulary.target.embed(blocks.inputs(rows, self.config.mask_token_id))
+        queries = embeds.shape[1]
+        shape = MaskShape(len(embeds), queries, length + queries, embeds.device)
+        places = blocks.places(rows, length)
+        made = {
+            kind: make_mask(blocks_after_context(places, kind), shape)
+            for kind in dict.fromkeys(self.config.layer_masks())
+        }
+        masks = [made[kind] for kind in self.config.layer_masks()]
+        positions = batch.position_ids, blocks.row_positions(rows)
+        run = self.compiled.get("body", self.body)
+        out: Tensor = run(embeds, states.aux, positions, masks).unflatten(1, (-1, rows))
+        return out
+
+
 @torch.no_grad()
 def right_drafts(
-    draft: BlockDraft, batch: Batch, states: HiddenStates, anchors: Tensor, chosen: Tensor
+    draft: Draft, batch: Batch, states: HiddenStates, anchors: Tensor, chosen: Tensor
 ) -> Tensor:
     """[B, N, D] bool: which greedy drafts of the blocks at `anchors` [B, N] are the text's."""
     blocks = blocks_at(batch, anchors, chosen, draft.num_drafts)

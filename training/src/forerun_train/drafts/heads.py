@@ -36,13 +36,19 @@ class Rows:
     """The rows of n blocks that predict, D of each."""
 
     hidden: Tensor  # [n, D, H]
-    base: Tensor  # [n, D, V_d]: logits of the body alone
+    own: Tensor | None  # [n, D, V_d]: logits of the target's LM head, unless a head has its own
     before: Tensor  # [n, D] int64: the token before each draft, ids of the target
     labels: Tensor  # [n, D] int64: columns of the draft's vocabulary
     valid: Tensor  # [n, D] bool
     target: Tensor | None  # [n, D, V_d]: the target's logits
     embeds: Tensor | None  # [n, D, H]: the target's embedding of `before`
     skipped: Tensor  # [n, F, H]: hidden states of the rows before those that predict
+
+    @property
+    def base(self) -> Tensor:
+        """[n, D, V_d]: logits of the body alone."""
+        assert self.own is not None
+        return self.own
 
 
 class HeadLoss(NamedTuple):
@@ -58,7 +64,9 @@ class TrainingHead(nn.Module):
 
     reads_target = False  # its objective needs the target's distribution
     reads_embeddings = False
+    has_lm_head = False  # its own, which is trained
     default_mix = Mix()
+    default_decay = 4.0  # γ
 
     def forward(self, rows: Rows, mix: Mix, weights: PositionWeights, done: Tensor) -> HeadLoss:
         """
@@ -80,6 +88,24 @@ class TrainingHead(nn.Module):
     ) -> Tensor:
         """The sum of weighted losses, `found` of the scores among them."""
         return (found.loss * weights).sum()
+
+
+class LMHead(TrainingHead):
+    """An LM head of the draft's own (EAGLE-3), taught by the target's distribution."""
+
+    has_lm_head = True
+    default_mix = Mix(0.0, 1.0, 0.0)
+    default_decay = 9.5  # 0.9 per draft
+
+    def __init__(self, weight: Tensor) -> None:
+        """`weight` [V_d, H]: the first one, of the target's LM head."""
+        super().__init__()
+        self.lm_head = Linear(weight.shape[1], len(weight))
+        self.lm_head.weight.data.copy_(weight.float())
+
+    def scores(self, rows: Rows) -> Tensor:
+        out: Tensor = self.lm_head(rows.hidden)
+        return out
 
 
 class MarkovHead(TrainingHead):

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from forerun.core.errors import ConfigError
 from forerun.platform.device import resolve_device
-from forerun_train.drafts.draft import BlockDraft
+from forerun_train.drafts.draft import Draft
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def joined_ranks(device: str, batch_size: int) -> Iterator[Ranks]:
             dist.destroy_process_group()
 
 
-def shard(draft: BlockDraft, ranks: Ranks, dtype: torch.dtype) -> None:
+def shard(draft: Draft, ranks: Ranks, dtype: torch.dtype) -> None:
     """Divides parameters, gradients and optimizer state among the ranks (FSDP2), in place.
 
     Each layer is gathered when it runs, in the dtype of the computation.
@@ -92,7 +92,7 @@ def shard(draft: BlockDraft, ranks: Ranks, dtype: torch.dtype) -> None:
         reduce_dtype=torch.float32,
         cast_forward_inputs=False,
     )
-    for layer in draft.body.layers:
+    for layer in draft.layers():
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(draft, mesh=mesh, mp_policy=policy)
 

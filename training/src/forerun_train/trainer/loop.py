@@ -15,7 +15,7 @@ from torch import Tensor
 
 from forerun_train.batch import Batch
 from forerun_train.drafts.blocks import blocks_at, sample_anchors
-from forerun_train.drafts.draft import BlockDraft
+from forerun_train.drafts.draft import Draft
 from forerun_train.hidden_states import FrozenTarget
 from forerun_train.trainer.distributed import Ranks
 from forerun_train.trainer.optimizer import Optimizers
@@ -135,7 +135,7 @@ class Trainer:
     """One step at a time: target, draft, gradients, update."""
 
     def __init__(
-        self, options: TrainOptions, target: FrozenTarget, draft: BlockDraft, ranks: Ranks
+        self, options: TrainOptions, target: FrozenTarget, draft: Draft, ranks: Ranks
     ) -> None:
         self.options, self.target, self.draft, self.ranks = options, target, draft, ranks
         self.optimizers = Optimizers(draft, options)
@@ -160,7 +160,7 @@ class Trainer:
 
     def _backward(self, batch: Batch, noise: Tensor, done: Tensor) -> Tensor:
         """Adds the gradients of some sequences -> [loss, weight, blocks, reached ...] sums."""
-        states = self.target.hidden_states(batch, self.draft.config.target_layer_ids)
+        states = self.target.hidden_states(batch, self.draft.target_layer_ids)
         anchors, chosen = sample_anchors(batch, noise, self.options.anchors)
         blocks = blocks_at(batch, anchors, chosen, self.draft.num_drafts)
         found = self.draft(batch, states, blocks, done)

@@ -59,7 +59,7 @@ class TrainOptions:
     l1_weight: float | None = setting(
         None, "weight of |p_draft - p_target|, twice the total variation (all three: by kind)"
     )
-    decay: float = setting(4.0, "γ of position weights e^(-k/γ)")
+    decay: float | None = setting(None, "γ of position weights e^(-k/γ) (default: by kind)")
     dpace: float = setting(0.0, "above 0: α of D-PACE, which replaces the fixed decay")
     # The run.
     max_steps: int = setting(1000, "optimizer steps")

@@ -14,7 +14,7 @@ from torch import Tensor
 from forerun.core.errors import ConfigError
 from forerun.models.tokenizer import load_tokenizer
 from forerun_train.batch import Batch
-from forerun_train.drafts.build import OFFSETS, BuiltDraft, build_draft, tensors_of
+from forerun_train.drafts.build import BuiltDraft, build_draft
 from forerun_train.drafts.mask_token import choose_mask_token
 from forerun_train.export import export_draft
 from forerun_train.hidden_states import FrozenTarget, load_frozen_target
@@ -215,11 +215,7 @@ class Job:
         parameters = whole_parameters(self.built.model)
         if not self.ranks.first:
             return
-        tensors = tensors_of(self.built.model, parameters)
-        ids = self.built.ids
-        if ids is not None:
-            tensors["lm_head.weight"] = self.target.head[ids.to(self.target.device)]
-            tensors[OFFSETS] = ids - torch.arange(len(ids))
+        tensors = self.built.stored(parameters)
         export_draft(self._output / DRAFT, self.built.raw, tensors)
 
     def _save(self, position: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from forerun_train.batch import Batch
 from forerun_train.drafts.blocks import blocks_at, can_anchor, sample_anchors
-from forerun_train.drafts.draft import BlockDraft, right_drafts
+from forerun_train.drafts.draft import Draft, right_drafts
 from forerun_train.hidden_states import FrozenTarget
 
 
@@ -34,7 +34,7 @@ class Validation:
 
 
 def validate(
-    draft: BlockDraft,
+    draft: Draft,
     target: FrozenTarget,
     batches: Sequence[Batch],
     anchors: int,
@@ -54,7 +54,7 @@ def validate(
     sums = torch.zeros(2, dtype=torch.float64, device=target.device)
     steps = np.zeros(draft.num_drafts + 2)  # [tokens, steps, steps that accept draft 0, 1, ...]
     for batch in batches:
-        states = target.hidden_states(batch, draft.config.target_layer_ids)
+        states = target.hidden_states(batch, draft.target_layer_ids)
         noise = torch.rand(batch.input_ids.shape, generator=generator, device=target.device)
         places, chosen = sample_anchors(batch, noise, anchors)
         blocks = blocks_at(batch, places, chosen, draft.num_drafts)
