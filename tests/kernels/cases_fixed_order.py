@@ -67,7 +67,7 @@ def fold(name: str, **more: Any) -> Case:
     signature = {"partial_ptr": "*fp32", "stats_ptr": "*fp32", "out_ptr": "*bf16"}
     signature |= {"start_ptr": "*i32", "rows": "i32", "num_segments": "i32"}
     constants = {"sinks_ptr": None, "NUM_HEADS": 32, "Q_LEN": 8, "WINDOW": -1}
-    blocks = {"DIM": 128, "BLOCK_ROWS": 16, "BLOCK_D": 128}
+    blocks = {"DIM": 128, "BLOCK_ROWS": 16, "BLOCK_D": 128, "AHEAD": 8}
     return Case(name, _fold_kernel, signature, constants | blocks | more)
 
 

@@ -61,7 +61,12 @@ TUNED_CONFIGS = {
     for config in buckets.values()
     if isinstance(config, Sm90GemmConfig)
 }
-CONFIGS = sorted(TUNED_CONFIGS | {LARGE_M_SILU_MUL}, key=str)
+SLICED_CONFIGS = {
+    Sm90GemmConfig(160, cluster_m=2, group_m=8, k_slices=2),
+    Sm90GemmConfig(128, k_slices=2),
+    Sm90GemmConfig(64, consumer_warpgroups=1, k_slices=2),
+}
+CONFIGS = sorted(TUNED_CONFIGS | {LARGE_M_SILU_MUL} | SLICED_CONFIGS, key=str)
 
 SYSTEM_SMEM = 1024  # of every CTA
 

@@ -172,7 +172,7 @@ def test_page_sizes_have_the_same_bits(device: torch.device) -> None:
 
 def test_segments() -> None:
     """The host counts as the device does: `segment_begin` of the next one is the end of each."""
-    begins = [256 * s for s in range(16)] + [4096 + 1024 * s for s in range(12)]
+    begins = [128 * s for s in range(32)] + [4096 + 1024 * s for s in range(12)]
     begins += [16384 + 4096 * s for s in range(20)]
     for index, begin in enumerate(begins):
         assert num_segments(begin + 1) == index + 1
@@ -181,7 +181,7 @@ def test_segments() -> None:
 
 def test_contexts_are_divided_while_tiles_are_few() -> None:
     gpu = GpuInfo(num_sms=132, amd=False)
-    assert choose_ctas(gpu, 8, 1024) == 4
-    assert choose_ctas(gpu, 8, 40960) == 34
+    assert choose_ctas(gpu, 8, 1024) == 8
+    assert choose_ctas(gpu, 8, 40960) == 50
     assert choose_ctas(gpu, 131, 40960) == 5
     assert choose_ctas(gpu, 132, 40960) == 1

@@ -13,6 +13,7 @@ from forerun.kernels.gemm.config import Sm90GemmConfig, TritonGemmConfig
 from forerun.kernels.gemm.dispatch import choose_fixed_order_gemm
 from forerun.kernels.gemm.gemm_triton import max_splits
 from forerun.kernels.runtime.gpu import GpuInfo
+from forerun.layers.communication import WeightPlacement
 from forerun.layers.gemm import FixedOrderGemm, gemm_for
 from forerun.layers.norm import RMSNorm
 
@@ -29,7 +30,9 @@ def test_a_token_has_the_same_bits_among_any_number(n: int, k: int) -> None:
     weight = torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * k**-0.5
     x = torch.randn(max(COUNTS), k, device="cuda", dtype=torch.bfloat16)
     residual = torch.randn(max(COUNTS), n, device="cuda", dtype=torch.bfloat16)
-    norm = RMSNorm.of(torch.rand(n, device="cuda", dtype=torch.bfloat16), 1e-6)
+    norm = RMSNorm(n, 1e-6, WeightPlacement(torch.bfloat16, weight.device, fixed_order=True))
+    norm.weight.uniform_()
+    norm.prepare()
     gemm = FixedOrderGemm(weight, None)
 
     def add(rows: slice) -> Tensor:
@@ -59,13 +62,19 @@ def test_weights_without_a_fixed_order_are_refused() -> None:
 
 
 @pytest.mark.parametrize("gpu", [GpuInfo(132, False), GpuInfo(108, False, capability=80)], ids=str)
-def test_k_is_never_split(gpu: GpuInfo) -> None:
+def test_k_is_divided_by_the_shape_alone(gpu: GpuInfo) -> None:
+    """On Hopper into the same halves for any number of tokens, whoever adds them up."""
     for n, k in (*SHAPES, (151936, 4096), (100, 72)):
+        divided = set()
         for count in COUNTS:
-            config = choose_fixed_order_gemm(n, k, count, gpu)
-            if isinstance(config, Sm90GemmConfig):
-                assert config.split_k == 1
-            else:
-                assert isinstance(config, TritonGemmConfig)
-                steps = -(-k // config.block_k)
-                assert max_splits(config.num_ctas, config.num_ctas, steps) == 1
+            for partials in (False, True):
+                config = choose_fixed_order_gemm(n, k, count, gpu, partials)
+                if isinstance(config, Sm90GemmConfig):
+                    assert config.split_k == 1 or partials
+                    divided.add(config.split_k * config.k_slices)
+                else:
+                    assert isinstance(config, TritonGemmConfig)
+                    steps = -(-k // config.block_k)
+                    assert max_splits(config.num_ctas, config.num_ctas, steps) == 1
+                    divided.add(1)
+        assert len(divided) == 1

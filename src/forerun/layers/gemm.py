@@ -281,8 +281,7 @@ class SkinnyGemm(Gemm):
 class FixedOrderGemm(Gemm):
     """Our kernels for any number of tokens. A token's output depends on its input alone.
 
-    No norm is deferred and no partials are left: what follows would add up other sums for few
-    tokens than for many.
+    No norm is deferred: what follows would add up other sums for few tokens than for many.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -294,8 +293,11 @@ class FixedOrderGemm(Gemm):
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, norm: RMSNorm, reader: Gemm | None
     ) -> tuple[Tensor | DeferredNorm, Tensor]:
-        """The residual is added in the epilogue."""
-        total = gemm_add(x, self.weight, residual, self._config(x.shape[0]))
+        """The residual is added in the epilogue, or by the norm to the sums of both halves of K."""
+        config = self._config(x.shape[0], partials=self.weight.bias is None)
+        if uses_split_k(config):
+            return norm.add(gemm_partials(x, self.weight, config), residual)
+        total = gemm_add(x, self.weight, residual, config)
         return norm(total), total
 
     def silu_and_mul(self, x: Tensor | DeferredNorm) -> Tensor:
@@ -304,9 +306,10 @@ class FixedOrderGemm(Gemm):
     def argmax(self, x: Tensor) -> Tensor:
         return gemm_argmax(x, self.weight, self._config(x.shape[0]))
 
-    def _config(self, num_tokens: int) -> GemmConfig:
+    def _config(self, num_tokens: int, partials: bool = False) -> GemmConfig:
         n, k = self.weight.weight.shape
-        return choose_fixed_order_gemm(n, k, num_tokens, gpu_of(self.weight.weight.device))
+        gpu = gpu_of(self.weight.weight.device)
+        return choose_fixed_order_gemm(n, k, num_tokens, gpu, partials)
 
 
 def gemm_for(

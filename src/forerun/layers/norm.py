@@ -23,6 +23,7 @@ class RMSNorm(Module):
     def __init__(self, size: int, eps: float, place: WeightPlacement) -> None:
         self.weight = place.empty(size)
         self.eps = eps
+        self._fixed_order = place.fixed_order
         self._cpu_kernels = False
         self._scaled_weight: Tensor | None = None
         self._floor = torch.empty(0)
@@ -68,7 +69,7 @@ class RMSNorm(Module):
             return (x / torch.hypot(length, self._floor)).mul_(scaled_weight)
         weight = self.weight
         if weight.dim() == 1:
-            return rms_norm(x, weight, self.eps)
+            return rms_norm(x, weight, self.eps, as_partials=self._fixed_order)
         normed = F.rms_norm(x.to(weight.dtype), weight.shape[-1:], None, self.eps)
         return (normed * weight).to(x.dtype)
 

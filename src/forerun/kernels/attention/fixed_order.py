@@ -48,6 +48,7 @@ from forerun.kernels.speculation.tree import unpack_bits
 
 CTAS_PER_SM = 4  # a context is divided among CTAs while there are fewer
 FOLD_SIZE = 2048  # elements of a segment's results that a CTA of the second kernel folds at once
+FOLD_AHEAD = 8  # segments whose results it requests at once
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,8 +70,8 @@ def num_segments(positions: int) -> int:
     """How many segments the first `positions` positions have; see `segment_of`."""
     last = max(positions, 1) - 1
     if last < 4096:
-        return last // 256 + 1
-    return (last - 4096) // 1024 + 17 if last < 16384 else (last - 16384) // 4096 + 29
+        return last // 128 + 1
+    return (last - 4096) // 1024 + 33 if last < 16384 else (last - 16384) // 4096 + 45
 
 
 def choose_ctas(gpu: GpuInfo, tiles: int, positions: int) -> int:
@@ -131,11 +132,14 @@ def fixed_order_attention(
         num_warps=tile.num_warps, num_stages=tile.num_stages, **pdl_options(q),
     )  # fmt: skip
     if ctas > 1:
-        block_rows = max(1, FOLD_SIZE // triton.next_power_of_2(dim))
-        _fold_kernel[(triton.cdiv(total * heads, block_rows),)](
-            partial, stats, out, kv.start, mask.sinks, total * heads, segments,
+        rows, block_d = total * heads, triton.next_power_of_2(dim)
+        filling = triton.next_power_of_2(triton.cdiv(rows, 4 * gpu.num_sms))
+        block_rows = max(1, min(filling, FOLD_SIZE // block_d))
+        _fold_kernel[(triton.cdiv(rows, block_rows),)](
+            partial, stats, out, kv.start, mask.sinks, rows, segments,
             NUM_HEADS=heads, Q_LEN=q_len, WINDOW=mask.window_constant, DIM=dim,
-            BLOCK_ROWS=block_rows, BLOCK_D=triton.next_power_of_2(dim), **pdl_options(q),
+            BLOCK_ROWS=block_rows, BLOCK_D=block_d, AHEAD=FOLD_AHEAD,
+            num_warps=1 if block_rows * block_d <= 512 else 4, **pdl_options(q),
         )  # fmt: skip
     return out
 
@@ -187,18 +191,18 @@ def _constants(q: Tensor, kv: PagedKV, mask: MaskSpec, tile: TileConfig) -> dict
 
 @jit
 def segment_begin(segment):
-    """The first position of a segment: 16 of 256 positions, 12 of 1,024, then 4,096 each."""
-    middle = 4096 + (segment - 16) * 1024
-    last = 16384 + (segment - 28) * 4096
-    return tl.where(segment < 16, segment * 256, tl.where(segment < 28, middle, last))
+    """The first position of a segment: 32 of 128 positions, 12 of 1,024, then 4,096 each."""
+    middle = 4096 + (segment - 32) * 1024
+    last = 16384 + (segment - 44) * 4096
+    return tl.where(segment < 32, segment * 128, tl.where(segment < 44, middle, last))
 
 
 @jit
 def segment_of(position):
     """The segment that a position lies in."""
-    middle = 16 + (position - 4096) // 1024
-    last = 28 + (position - 16384) // 4096
-    return tl.where(position < 4096, position // 256, tl.where(position < 16384, middle, last))
+    middle = 32 + (position - 4096) // 1024
+    last = 44 + (position - 16384) // 4096
+    return tl.where(position < 4096, position // 128, tl.where(position < 16384, middle, last))
 
 
 @jit
@@ -409,9 +413,13 @@ def _step_kernel(
 def _fold_kernel(
     partial_ptr, stats_ptr, out_ptr, start_ptr, sinks_ptr, rows, num_segments,
     NUM_HEADS: tl.constexpr, Q_LEN: tl.constexpr, WINDOW: tl.constexpr, DIM: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr = False,
+    BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr, AHEAD: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """One CTA per BLOCK_ROWS of T * Hq: folds the segments that `_step_kernel` has stored."""
+    """One CTA per BLOCK_ROWS of T * Hq: folds the segments that `_step_kernel` has stored.
+
+    AHEAD of them are loaded at once: those past the last one weigh nothing.
+    """
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     d = tl.arange(0, BLOCK_D)
     inside = row < rows
@@ -426,17 +434,21 @@ def _fold_kernel(
     end = segment_of(start + Q_LEN - 1) + 1
     total_max, total_sum = begin_softmax(sinks_ptr, row % NUM_HEADS, BLOCK_ROWS)
     total = tl.zeros([BLOCK_ROWS, BLOCK_D], tl.float32)
-    for segment in range(tl.min(tl.where(inside, first, 1 << 30), 0), tl.max(end, 0)):
-        stored = inside & (segment >= first) & (segment < end)
-        at = row * num_segments + segment
-        row_max = tl.load(stats_ptr + at * 2, mask=stored, other=-1e38)
-        row_sum = tl.load(stats_ptr + at * 2 + 1, mask=stored, other=0.0)
-        acc = tl.load(
-            partial_ptr + (at * DIM)[:, None] + d[None, :],
-            mask=mask & stored[:, None],
-            other=0.0,
-        )
-        total_max, total_sum, total = fold(total_max, total_sum, total, row_max, row_sum, acc)
+    for least in range(tl.min(tl.where(inside, first, 1 << 30), 0), tl.max(end, 0), AHEAD):
+        for i in tl.static_range(AHEAD):
+            segment = least + i
+            stored = inside & (segment >= first) & (segment < end)
+            at = row * num_segments + segment
+            row_max = tl.load(stats_ptr + at * 2, mask=stored, other=-1e38)
+            row_sum = tl.load(stats_ptr + at * 2 + 1, mask=stored, other=0.0)
+            acc = tl.load(
+                partial_ptr + (at * DIM)[:, None] + d[None, :],
+                mask=mask & stored[:, None],
+                other=0.0,
+            )
+            total_max, total_sum, total = fold(
+                total_max, total_sum, total, row_max, row_sum, acc
+            )  # fmt: skip
     out = finish(total_sum, total).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + (row * DIM)[:, None] + d[None, :], out, mask=mask)
 

@@ -36,15 +36,17 @@ def add_rms_norm_ref(
     return rms_norm_ref(total, weight, eps), total
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, as_partials: bool = False) -> Tensor:
     """x [..., N], weight [N], any float dtype -> x's shape and dtype. Rows of [T, N] may have any
     stride.
+
+    `as_partials`: squares are added up in the order in which `add_rms_norm` does so of partials.
     """
     if not use_triton(x):
         return rms_norm_ref(x, weight, eps)
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
-    _launch(rows, None, weight, eps, None, out)
+    _launch(rows, None, weight, eps, None, out, as_partials)
     return out.view(x.shape)
 
 
@@ -77,6 +79,7 @@ def _launch(
     eps: float,
     total: Tensor | None,
     out: Tensor,
+    as_partials: bool = False,
 ) -> None:
     rows, size = out.shape
     block = triton.next_power_of_2(size)
@@ -97,7 +100,7 @@ def _launch(
         SPLIT_K=split_k,
         BLOCK=block,
         # Without partials: 32 elements per thread, so that all CTAs of 512 tokens run at once.
-        num_warps=warps if split_k > 1 or block > 4096 else max(1, warps // 4),
+        num_warps=warps if split_k > 1 or as_partials or block > 4096 else max(1, warps // 4),
         **pdl_options(out),
     )
 

@@ -35,6 +35,9 @@ class Sm90GemmConfig:
     # x stay in L2. 0: all of them.
     group_m: int = 0
     free_smem: int = 0  # bytes that stay free for a CTA of the next kernel, which PDL starts early
+    # 2: a CTA adds up the two halves of K each on its own, and then both, as the next kernel does
+    # with the partials of `split_k` 2.
+    k_slices: int = 1
 
     @property
     def block_m(self) -> int:

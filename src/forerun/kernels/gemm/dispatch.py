@@ -8,6 +8,7 @@ gate/up projection of large prefill chunks on Hopper, whose SiLU-mul is fused.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 from forerun.kernels.gemm.config import (
@@ -25,6 +26,7 @@ MAX_DEFAULT_M = 32  # largest M for the untuned Triton configuration
 MAX_DEFAULT_M_SM90 = 128
 MAX_FP8_M = 128
 MIN_BLOCK_N_SM90 = 32  # rows of W: of the narrowest tile that the default for Hopper takes
+MAX_BLOCK_N_OF_SLICES = 160  # of a tile of which a thread keeps two sums for each output
 # Gate/up with SiLU-mul for M >= LARGE_M on Hopper. With fewer tokens, its tiles may leave too many
 # SMs idle in the last wave.
 LARGE_M = 2048
@@ -98,13 +100,17 @@ def choose_gemm(n: int, k: int, m: int, gpu: GpuInfo, partials: bool = False) ->
     return default_triton_config(gpu) if bucket <= MAX_DEFAULT_M else None
 
 
-def choose_fixed_order_gemm(n: int, k: int, m: int, gpu: GpuInfo) -> GemmConfig:
-    """How to multiply any number of tokens such that the order of sums is one: K is not split.
+def choose_fixed_order_gemm(
+    n: int, k: int, m: int, gpu: GpuInfo, partials: bool = False
+) -> GemmConfig:
+    """How to multiply any number of tokens such that the order of sums is one.
 
-    A kernel's tiles may differ with M, for each output is still one chain of products along K.
+    Each output is one chain of products along K or, where a weight has few rows, the sum of two, of
+    the halves of K. Few tokens have these computed by CTAs of their own if `partials`, the next
+    kernel can add them up; else one CTA adds up both. Tiles may differ with M.
     """
     if _has_sm90(gpu) and n % 8 == 0 and k % (2 * BLOCK_K_SM90) == 0:
-        return _fixed_order_sm90(n, k, m_bucket(m), gpu)
+        return _fixed_order_sm90(n, k, m_bucket(m), gpu, partials)
     block_m = min(128, m_bucket(m))
     tiles = -(-n // 64) * -(-m_bucket(m) // block_m)
     hopper = gpu.capability == 90 and not gpu.amd
@@ -113,24 +119,24 @@ def choose_fixed_order_gemm(n: int, k: int, m: int, gpu: GpuInfo) -> GemmConfig:
 
 
 @cache
-def _fixed_order_sm90(n: int, k: int, bucket: int, gpu: GpuInfo) -> Sm90GemmConfig:
+def _fixed_order_sm90(n: int, k: int, bucket: int, gpu: GpuInfo, partials: bool) -> Sm90GemmConfig:
     """The default up to 128 tokens; beyond, the widest tiles among those that fill the SMs best."""
+    slices = 2 if n <= MIN_BLOCK_N_SM90 * gpu.num_sms else 1
     if bucket <= MAX_DEFAULT_M_SM90:
+        split_k = slices if partials else 1
         tuned = TUNED.get(gpu.capability, {}).get((n, k), {}).get(bucket)
-        if isinstance(tuned, Sm90GemmConfig) and tuned.split_k == 1:
-            return tuned
-        config = default_sm90_config(n, k, bucket, gpu)
-        assert config is not None, "the shape is aligned"
-        return config
+        if not isinstance(tuned, Sm90GemmConfig) or tuned.split_k != split_k:
+            tuned = _best_sm90_config(n, bucket, gpu, (split_k,))
+        return replace(tuned, k_slices=slices // split_k)
     cluster_m = 2 if bucket > 128 else 1
     clusters = -(-bucket // (128 * cluster_m))
     options = []
-    for block_n in (96, 128, 192, 256):
+    for block_n in (96, 128, 192, 256) if slices == 1 else (96, 128, MAX_BLOCK_N_OF_SLICES):
         tiles = clusters * -(-n // block_n)
         waves = -(-tiles // (gpu.num_sms // cluster_m))
         # A tile takes as long as it is wide, and some time to begin and to store.
         options.append((waves * (block_n + 32), -block_n))
-    return Sm90GemmConfig(-min(options)[1], cluster_m=cluster_m, group_m=8)
+    return Sm90GemmConfig(-min(options)[1], cluster_m=cluster_m, group_m=8, k_slices=slices)
 
 
 def choose_fp8_gemm(
@@ -209,9 +215,13 @@ def default_sm90_config(
     """
     if n % 8 or k % (2 * BLOCK_K_SM90):
         return None
+    return _best_sm90_config(n, bucket, gpu, _splits_of_k(n, k, bucket, gpu) if partials else (1,))
+
+
+def _best_sm90_config(n: int, bucket: int, gpu: GpuInfo, splits: tuple[int, ...]) -> Sm90GemmConfig:
     options = []
     for warpgroups, cluster_m in ((1, 1),) if bucket <= 64 else ((2, 1), (1, 2)):
-        for split_k in _splits_of_k(n, k, bucket, gpu) if partials else (1,):
+        for split_k in splits:
             for block_n in range(MIN_BLOCK_N_SM90, 257, 16 * cluster_m):
                 ctas = split_k * cluster_m * -(-n // block_n)
                 waves = -(-ctas // gpu.num_sms)

@@ -9,6 +9,7 @@
 //   NUM_STAGES           stages of the SMEM pipeline
 //   MAX_DEFERRED_NORM_M  rows for which 1 / rms is kept in shared memory
 //   EPILOGUE_STRIDE      floats per row of the epilogue's staging buffer
+//   K_SLICES             1 or 2 halves of K, added up as the reader of SPLIT_K_PARTIALS adds partials
 // the epilogue's steps, 0 or 1:
 //   SILU_MUL             W is [gate; up]: out = SiLU(x gateᵀ) * (x upᵀ)
 //   SPLIT_K_PARTIALS     out is [split_k, M, N] float, to be summed by the next kernel
@@ -27,6 +28,7 @@
 #define NUM_STAGES 8
 #define MAX_DEFERRED_NORM_M 512
 #define EPILOGUE_STRIDE 40
+#define K_SLICES 1
 #define SILU_MUL 0
 #define SPLIT_K_PARTIALS 0
 #define ARGMAX 0
@@ -305,6 +307,32 @@ __device__ void release_stage(const SmemPipeline& pipeline, int stage) {
   }
 }
 
+// acc = 64 rows of x times those of W, over `k_blocks` blocks of K.
+__device__ void multiply(float (&acc)[BLOCK_N / 2], const SmemPipeline& pipeline,
+                         PipelineState& state, int warpgroup, int k_blocks) {
+#pragma unroll
+  for (int i = 0; i < BLOCK_N / 2; i++) acc[i] = 0.f;
+  int previous_stage = 0;
+  for (int i = 0; i < k_blocks; i++) {
+    mbarrier_wait(pipeline.full(state.stage), state.phase);
+    u64 x = k_major_descriptor(pipeline.x + state.stage * X_STAGE_BYTES +
+                               warpgroup * 64 * ROW_BYTES);
+    u64 w = k_major_descriptor(pipeline.w + state.stage * W_STAGE_BYTES);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < BLOCK_K / 16; k++) wgmma(acc, x + 2 * k, w + 2 * k);
+    wgmma_commit();
+    // One block stays in flight; the one before it has been read.
+    wgmma_wait<1>();
+    if (i > 0) release_stage(pipeline, previous_stage);
+    previous_stage = state.stage;
+    state.advance();
+  }
+  wgmma_wait<0>();
+  release_stage(pipeline, previous_stage);
+  fence_registers(acc);
+}
+
 // 64 rows of every tile of this CTA.
 __device__ void consume(const SmemPipeline& pipeline, const TileScheduler& scheduler,
                         const EpilogueArguments& args, int warpgroup, u32 inv_rms_ready,
@@ -313,27 +341,15 @@ __device__ void consume(const SmemPipeline& pipeline, const TileScheduler& sched
   PipelineState state;
   for (int t = scheduler.cluster; t < scheduler.work_tiles; t += scheduler.num_clusters) {
     float acc[BLOCK_N / 2];
+    multiply(acc, pipeline, state, warpgroup, scheduler.k_blocks / K_SLICES);
+    if (K_SLICES == 2) {
+      float first[BLOCK_N / 2];
 #pragma unroll
-    for (int i = 0; i < BLOCK_N / 2; i++) acc[i] = 0.f;
-    int previous_stage = 0;
-    for (int i = 0; i < scheduler.k_blocks; i++) {
-      mbarrier_wait(pipeline.full(state.stage), state.phase);
-      u64 x = k_major_descriptor(pipeline.x + state.stage * X_STAGE_BYTES +
-                                 warpgroup * 64 * ROW_BYTES);
-      u64 w = k_major_descriptor(pipeline.w + state.stage * W_STAGE_BYTES);
-      wgmma_fence();
+      for (int i = 0; i < BLOCK_N / 2; i++) first[i] = acc[i];
+      multiply(acc, pipeline, state, warpgroup, scheduler.k_blocks / 2);
 #pragma unroll
-      for (int k = 0; k < BLOCK_K / 16; k++) wgmma(acc, x + 2 * k, w + 2 * k);
-      wgmma_commit();
-      // One block stays in flight; the one before it has been read.
-      wgmma_wait<1>();
-      if (i > 0) release_stage(pipeline, previous_stage);
-      previous_stage = state.stage;
-      state.advance();
+      for (int i = 0; i < BLOCK_N / 2; i++) acc[i] = first[i] + acc[i];
     }
-    wgmma_wait<0>();
-    release_stage(pipeline, previous_stage);
-    fence_registers(acc);
     if (DEFERRED_NORM_IN) mbarrier_wait(inv_rms_ready, 0);  // late: it takes several K blocks
     int m = scheduler.row(t) + warpgroup * 64 + threadIdx.x / 32 % 4 * 16;  // the warp's rows
     if (ARGMAX) argmax_epilogue(acc, args, m, scheduler.tile_n(t), inv_rms);

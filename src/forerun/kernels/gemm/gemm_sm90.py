@@ -95,6 +95,7 @@ def cuda_source(config: Sm90GemmConfig, variant: Sm90Variant) -> str:
         "NUM_STAGES": num_stages(config, variant),
         "MAX_DEFERRED_NORM_M": MAX_DEFERRED_NORM_M,
         "EPILOGUE_STRIDE": EPILOGUE_STRIDE,
+        "K_SLICES": config.k_slices,
         "SILU_MUL": int(variant.silu_mul),
         "SPLIT_K_PARTIALS": int(variant.partials),
         "ARGMAX": int(variant.argmax),
@@ -131,7 +132,7 @@ def launch(config: Sm90GemmConfig, args: GemmArguments) -> None:
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:  # TMA needs 16-byte alignment
         x = x.clone(memory_format=torch.contiguous_format)
     assert args.sum_of_squares is None or m <= MAX_DEFERRED_NORM_M
-    assert n % 4 == 0 and k % (BLOCK_K * split_k) == 0
+    assert n % 4 == 0 and k % (BLOCK_K * split_k * config.k_slices) == 0
     assert tile_n % (8 * config.cluster_m) == 0 and num_stages(config, variant) > 1
     cluster_tiles_m = -(-m // (config.block_m * config.cluster_m))
     work_tiles = cluster_tiles_m * -(-weight_rows // config.block_n) * split_k
