@@ -26,7 +26,7 @@ class Optimizers:
         muon = [
             p
             for name, p in self.parameters.items()
-            if options.optimizer == "muon" and p.ndim == 2 and ".layers." in name
+            if options.optimizer == "muon" and p.ndim == 2 and name.startswith("body.")
         ]
         chosen = {id(p) for p in muon}
         rest = [p for p in self.parameters.values() if id(p) not in chosen]
