@@ -7,7 +7,12 @@ from typing import Any
 import torch
 
 from forerun.kernels.attention.fixed_order import _chunk_kernel, _fold_kernel, _step_kernel
-from forerun.kernels.attention.tiles import fixed_order_tile
+from forerun.kernels.attention.mla_fixed_order import _latent_kernel
+from forerun.kernels.attention.tiles import (
+    LatentShape,
+    fixed_order_tile,
+    mla_fixed_order_tile,
+)
 from forerun.kernels.runtime.gpu import GpuInfo
 from forerun.kernels.sampling.log_sum_exp import PART, _sum_part, _sum_parts
 from tests.kernels.cases_attention import NAMES, _common, _on_each, _tiles
@@ -63,6 +68,40 @@ def attention(
     return _on_each(name, targets, make)
 
 
+def latent(
+    name: str, q_len: int = 0, whole: bool = True, targets: tuple[str, ...] = FEW, **more: Any
+) -> list[Case]:
+    """MLA with 16 heads; `q_len` 0: of prompt chunks."""
+    signature = dict.fromkeys(("q_ptr", "pool"), "*bf16")
+    signature |= {"out_ptr": "*bf16" if whole else "*fp32", "stats_ptr": "*fp32"}
+    tables = ("page_table", "start_ptr", "tile_map", "paths_ptr", "depth_ptr")
+    signature |= {**dict.fromkeys(tables, "*i32"), "qk_scale": "fp32"}
+    signature |= dict.fromkeys((*STRIDES, "num_segments"), "i32")
+    constants = {
+        "HEADS": 16, "Q_LEN": q_len, "LATENT": 512, "ROPE": 64, "WHOLE": whole, "TREE": False,
+        "PAGE_SIZE": 64, "WINDOW": -1, "FP8": 0, "INT64_OFFSETS": True, "BLOCK_L": 512,
+        "BLOCK_R": 64,
+    }  # fmt: skip
+
+    def make(name: str, targets: tuple[str, ...], gpu: GpuInfo) -> Case:
+        shape = LatentShape(512, 64, torch.bfloat16, torch.bfloat16, 64)
+        tile = mla_fixed_order_tile(gpu, shape)
+        blocks, options = _tiles(tile)
+        return Case(
+            name,
+            _latent_kernel,
+            signature,
+            constants | blocks | {"STAGES": tile.num_stages} | more,
+            options,
+            targets=targets,
+            multiples=("q_token_stride", "q_head_stride"),
+            matrix=True,
+            spill_bytes=128,  # two accumulators of a tile
+        )
+
+    return _on_each(name, targets, make)
+
+
 def fold(name: str, **more: Any) -> Case:
     signature = {"partial_ptr": "*fp32", "stats_ptr": "*fp32", "out_ptr": "*bf16"}
     signature |= {"start_ptr": "*i32", "rows": "i32", "num_segments": "i32"}
@@ -97,6 +136,11 @@ CASES = [
     *attention("step, heads of 256", q_len=1, dim=256, targets=("sm_90",)),
     *attention("chunks"),
     *attention("chunks, heads of 256", dim=256, targets=("sm_90",)),
+    *latent("latent, step", q_len=1),
+    *latent("latent, verify 8, left to a second kernel", q_len=8, whole=False),
+    *latent("latent, tree", q_len=64, targets=("sm_90",), TREE=True),
+    *latent("latent, tree, window", q_len=64, targets=("sm_90",), TREE=True, WINDOW=512),
+    *latent("latent, chunks"),
     fold("fold"),
     fold("fold, window", WINDOW=512),
     sums("sums of parts", _sum_part, {"logits": "*bf16", "parts": "*fp32"}, PART=PART),

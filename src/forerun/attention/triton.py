@@ -6,6 +6,7 @@ and the host's bound only sets into how many splits a context is cut.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -41,6 +42,10 @@ from forerun.kernels.attention.mla_absorbed import (
     mla_prefill,
 )
 from forerun.kernels.attention.mla_expanded import ExpandedKV, expanded_attention
+from forerun.kernels.attention.mla_fixed_order import (
+    mla_fixed_order_decode,
+    mla_fixed_order_prefill,
+)
 from forerun.kernels.attention.paged_kv import PagedKV
 from forerun.kernels.attention.prefill import prefill_attention
 from forerun.kernels.attention.tile_map import Spans, TileMap, build_tile_map
@@ -54,6 +59,7 @@ from forerun.kernels.attention.tiles import (
     choose_num_splits,
     expanded_tile_config,
     fixed_order_tile,
+    mla_fixed_order_tile,
     mla_prefill_tile_rows,
     prefill_tile_config,
 )
@@ -125,8 +131,6 @@ class TritonAttention(PagedBackend):
             reasons.append("its latent (MLA) attention has no logit soft-cap")
         if need.mla and any(m.mask is Mask.CUSTOM and m.window is not None for m in need.masks):
             reasons.append("in its latent (MLA) attention trees have no window")
-        if need.mla and need.fixed_order:
-            reasons.append("the sums of its latent (MLA) attention depend on the batch")
         rope_dim = need.head_dim - need.latent_dim
         if need.mla and not need.dense and (need.latent_dim > MAX_LATENT or rope_dim > MAX_ROPE):
             reasons.append(
@@ -188,6 +192,8 @@ class TritonAttention(PagedBackend):
         need, gpu, send = self.need, gpu_of(device), partial(upload, device=device)
         if isinstance(kind, LatentKV):
             tile_rows = mla_prefill_tile_rows(gpu, self._latent_shape)
+            if need.fixed_order:
+                tile_rows = mla_fixed_order_tile(gpu, self._latent_shape).block_m
             return build_row_tile_map(chunks, need.num_heads, tile_rows, send)
         tile_of = fixed_order_tile if need.fixed_order else prefill_tile_config
         config = tile_of(gpu, kind.head_dim, need.dtype)
@@ -196,6 +202,9 @@ class TritonAttention(PagedBackend):
 
     @cached_property
     def absorbed_speedup(self) -> float:
+        """Infinite in a fixed order: prompts never expand K and V, which rounds otherwise."""
+        if self.need.fixed_order:
+            return math.inf
         return absorbed_speedup(gpu_of(self.pools.device), self._latent_shape)
 
     @property
@@ -233,11 +242,17 @@ class TritonAttention(PagedBackend):
         batch, mask = plan.batch, _mask(plan, spec)
         pool = self.pools.latent(layer)
         cache = PagedLatent(pool, kind.latent_dim, batch.page_table, batch.start)
+        if self.need.fixed_order and batch.q_len is not None:
+            more = batch.kv_len_ub, plan.paths
+            return mla_fixed_order_decode(q, cache, batch.q_len, mask, spec.scale, *more)
         if batch.q_len is not None:
             splits = plan.num_splits[kind]
             return mla_decode(q, cache, batch.q_len, mask, spec.scale, splits)
         assert batch.ragged is not None
-        return mla_prefill(q, cache, batch.ragged, plan.tile_maps[kind], mask, spec.scale)
+        tile_map = plan.tile_maps[kind]
+        if self.need.fixed_order:
+            return mla_fixed_order_prefill(q, cache, tile_map, mask, spec.scale)
+        return mla_prefill(q, cache, batch.ragged, tile_map, mask, spec.scale)
 
     def attend_latent_prefill(
         self,

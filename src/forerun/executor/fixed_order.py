@@ -13,7 +13,7 @@ from forerun.executor.attention_setup import AttentionSetup
 from forerun.kernels.cpu import library
 from forerun.kernels.moe.config import experts_have_fixed_order
 from forerun.kernels.runtime.gpu import GpuInfo, gpu_of
-from forerun.kvcache.layouts import DenseKV
+from forerun.kvcache.layouts import RecurrentState
 from forerun.layers.moe import Experts
 from forerun.models.base import CausalLM
 from forerun.models.formats.registry import weight_format
@@ -87,6 +87,6 @@ def missing_on_gpu(
             not all(experts_have_fixed_order(*each.sizes, gpu) for each in experts),
             "experts of this hidden size and width (on Hopper both must be multiples of 64)",
         ),
-        (not all(isinstance(each, DenseKV) for each in layers), "layers that keep no K and V"),
+        (any(isinstance(each, RecurrentState) for each in layers), "recurrent layers"),
     )
     return [f"{what} have no fixed order of sums yet" for missing, what in asked if missing]

@@ -47,6 +47,7 @@ class LatentUpProjection(LatentProjection, Module):
         self._rows, self._ranks = heads.scaled(dims.nope + dims.v), place.comm.size
         self.num_heads, self.dims = heads.count, dims
         self.weight = place.empty(self._rows.count, dims.latent)
+        self._fixed_order = place.fixed_order
 
     def weights(self, prefix: str = "") -> dict[str, Tensor]:
         return {f"{prefix}weight": self.weight}
@@ -67,14 +68,14 @@ class LatentUpProjection(LatentProjection, Module):
 
     def absorb(self, q_nope: Tensor, out: Tensor) -> None:
         if self._packed is None:
-            head_gemm(q_nope, self._w_uk, out)
+            head_gemm(q_nope, self._w_uk, out, self._fixed_order)
         else:
             cpu.head_gemm(q_nope, self._packed[0], out)
 
     def project_v(self, latent: Tensor) -> Tensor:
         out = latent.new_empty(*latent.shape[:2], self.dims.v)
         if self._packed is None:
-            head_gemm(latent, self._w_uv_t, out)
+            head_gemm(latent, self._w_uv_t, out, self._fixed_order)
         else:
             cpu.head_gemm(latent, self._packed[1], out)
         return out

@@ -132,16 +132,32 @@ def fixed_order_attention(
         num_warps=tile.num_warps, num_stages=tile.num_stages, **pdl_options(q),
     )  # fmt: skip
     if ctas > 1:
-        rows, block_d = total * heads, triton.next_power_of_2(dim)
-        filling = triton.next_power_of_2(triton.cdiv(rows, 4 * gpu.num_sms))
-        block_rows = max(1, min(filling, FOLD_SIZE // block_d))
-        _fold_kernel[(triton.cdiv(rows, block_rows),)](
-            partial, stats, out, kv.start, mask.sinks, rows, segments,
-            NUM_HEADS=heads, Q_LEN=q_len, WINDOW=mask.window_constant, DIM=dim,
-            BLOCK_ROWS=block_rows, BLOCK_D=block_d, AHEAD=FOLD_AHEAD,
-            num_warps=1 if block_rows * block_d <= 512 else 4, **pdl_options(q),
-        )  # fmt: skip
+        fold_segments(partial, stats, out, kv.start, mask, q_len)
     return out
+
+
+def fold_segments(
+    partial: Tensor, stats: Tensor, out: Tensor, start: Tensor, mask: MaskSpec, q_len: int
+) -> None:
+    """Fills out [T, Hq, D] from what a step's CTAs have left of each segment.
+
+    Args:
+        partial: [T, Hq, segments, D] float32, weighted values.
+        stats: [T, Hq, segments, 2] float32, largest score and sum of weights.
+        start: [B] int32, position of each request's first query token.
+        mask: of the step.
+        q_len: tokens per request.
+    """
+    total, heads, segments, dim = partial.shape
+    rows, block_d = total * heads, triton.next_power_of_2(dim)
+    filling = triton.next_power_of_2(triton.cdiv(rows, 4 * gpu_of(out.device).num_sms))
+    block_rows = max(1, min(filling, FOLD_SIZE // block_d))
+    _fold_kernel[(triton.cdiv(rows, block_rows),)](
+        partial, stats, out, start, mask.sinks, rows, segments,
+        NUM_HEADS=heads, Q_LEN=q_len, WINDOW=mask.window_constant, DIM=dim,
+        BLOCK_ROWS=block_rows, BLOCK_D=block_d, AHEAD=FOLD_AHEAD,
+        num_warps=1 if block_rows * block_d <= 512 else 4, **pdl_options(out),
+    )  # fmt: skip
 
 
 def fixed_order_prefill(
@@ -225,7 +241,7 @@ def finish(row_sum, acc):
 
 
 @jit
-def _oldest(start, WINDOW: tl.constexpr):
+def oldest(start, WINDOW: tl.constexpr):
     """The oldest position that a request's first query token attends to."""
     oldest = start * 0
     if WINDOW >= 0:
@@ -351,7 +367,7 @@ def _step_kernel(
     ROW: tl.constexpr = KV_HEADS * DIM
     k_ptr += kv_head * DIM
     v_ptr += kv_head * DIM
-    first_segment = segment_of(_oldest(start, WINDOW)) + tl.program_id(1)
+    first_segment = segment_of(oldest(start, WINDOW)) + tl.program_id(1)
     end_segment = segment_of(start + Q_LEN - 1) + 1
     if PDL:
         if first_segment < end_segment:
@@ -430,7 +446,7 @@ def _fold_kernel(
     start = tl.load(start_ptr + token // Q_LEN, mask=inside, other=0)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    first = segment_of(_oldest(start, WINDOW))
+    first = segment_of(oldest(start, WINDOW))
     end = segment_of(start + Q_LEN - 1) + 1
     total_max, total_sum = begin_softmax(sinks_ptr, row % NUM_HEADS, BLOCK_ROWS)
     total = tl.zeros([BLOCK_ROWS, BLOCK_D], tl.float32)

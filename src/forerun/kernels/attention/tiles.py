@@ -269,6 +269,16 @@ def mla_prefill_tile_config(gpu: GpuInfo, shape: LatentShape) -> TileConfig:
     return mla_tile_config(gpu, 64, shape)
 
 
+def mla_fixed_order_tile(gpu: GpuInfo, shape: LatentShape) -> TileConfig:
+    """The one tile of `mla_fixed_order.py`, for decode, verify and prefill alike.
+
+    Its rows have two accumulators, so there are half as many as in other tiles.
+    """
+    if gpu.interpreted or gpu.amd or shape.dtype == torch.float32:
+        return TileConfig(16, 16, 8, 1)
+    return TileConfig(32, 32, 8, 3 if gpu.smem_bytes >= 160 << 10 else 1)
+
+
 def mla_prefill_tile_rows(gpu: GpuInfo, shape: LatentShape) -> int:
     """Rows (tokens times heads) of an entry of the tile map that `mla_prefill` wants."""
     if why_not_mla_sm90(gpu, SM90_PREFILL_ROWS, shape) is None:

@@ -39,18 +39,19 @@ def head_gemm_ref(x: Tensor, weight: Tensor, out: Tensor) -> None:
         target.copy_(torch.bmm(x, weight))
 
 
-def head_gemm(x: Tensor, weight: Tensor, out: Tensor) -> None:
+def head_gemm(x: Tensor, weight: Tensor, out: Tensor, fixed_order: bool = False) -> None:
     """out[t, h] = x[t, h] weight[h] for each head h; sums are float32 and rounded once.
 
-    More than `MAX_TOKENS` tokens or `MAX_HEADS` heads go to `torch.bmm`. With programmatic
-    dependent launch, the weight is read before the kernel waits for its predecessor.
+    More than `MAX_TOKENS` tokens or `MAX_HEADS` heads go to `torch.bmm`, but in a fixed order. With
+    programmatic dependent launch, the weight is read before the kernel waits for its predecessor.
 
     Args:
         x: [T, H, K], tokens and heads at any stride.
         weight: [H, K, N] of x's dtype, with K or N contiguous; no kernel of a step writes it.
         out: [T, H, N], tokens and heads at any stride, written; must not overlap x.
+        fixed_order: a token has the same result among any number of tokens.
     """
-    if not use_triton(x) or not _fits(x, gpu_of(x.device)):
+    if not use_triton(x) or not (fixed_order or _fits(x, gpu_of(x.device))):
         head_gemm_ref(x, weight, out)
     else:
         _launch(x, weight, out)
@@ -133,7 +134,7 @@ def _head_gemm(
     x_tile = x + head * x_head_stride + k[:, None, :]
     out_tile = out + head * out_head_stride + n[None, :]
     for first in range(tl.program_id(2) * BLOCK_M, T, tl.num_programs(2) * BLOCK_M):
-        m = first + tl.arange(0, BLOCK_M)
+        m = (first + tl.arange(0, BLOCK_M)).to(tl.int64)
         m_mask = m < T
         mask = m_mask[None, :, None]
         if K != SPLIT_K * BLOCK_K:
