@@ -48,7 +48,7 @@ $(VENV)/.forerun: pyproject.toml constraints.txt $(TORCH_READY) | $(BIN)/python
 
 $(VENV)/.forerun-dev: pyproject.toml constraints.txt $(TORCH_READY) | $(BIN)/python
 	@echo "Installing forerun[dev] into $(VENV) (a few minutes the first time) ..."
-	@$(PIP) --editable '.[dev]' --editable ./bench
+	@$(PIP) --editable '.[dev]' --editable ./bench --editable ./training
 	@touch $@ $(VENV)/.forerun
 
 demo: $(VENV)/.forerun

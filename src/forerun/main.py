@@ -56,7 +56,8 @@ class Entry:
     target: str
     help: str
     builds: bool = False  # the target makes the app, from the name of the subcommand in use
-    package: str | None = None  # an extra and a folder of the repository, if it is not of the wheel
+    extra: str | None = None  # that brings it, if it is not of the wheel
+    folder: str | None = None  # of the repository, for the same
 
     def load(self, subcommand: str | None = None) -> Any:
         """The command: a function, or a typer app."""
@@ -66,11 +67,11 @@ class Entry:
         try:
             found = vars(import_module(module))[attribute]
         except ModuleNotFoundError as error:
-            if self.package is None or error.name != module.partition(".")[0]:
+            if self.extra is None or error.name != module.partition(".")[0]:
                 raise
             raise ConfigError(
-                f"this command is a package of its own: pip install 'forerun[{self.package}]', or"
-                f" pip install ./{self.package} in a checkout of Forerun."
+                f"this command is a package of its own: pip install 'forerun[{self.extra}]', or"
+                f" pip install ./{self.folder} in a checkout of Forerun."
             ) from None
         return found(subcommand) if self.builds else found
 
@@ -88,7 +89,18 @@ COMMANDS = {
         "forerun.doctor.command:doctor", "What this machine can run, and why not the rest."
     ),
     "bench": Entry(
-        "forerun_bench.cli.app:build", "Measure speed, plain and speculative.", True, "bench"
+        "forerun_bench.cli.app:build",
+        "Measure speed, plain and speculative.",
+        builds=True,
+        extra="bench",
+        folder="bench",
+    ),
+    "train": Entry(
+        "forerun_train.cli.app:build",
+        "Train drafts, and make and answer the data for it.",
+        builds=True,
+        extra="train",
+        folder="training",
     ),
     "plan": Entry(
         "forerun.plan.command:plan", "Memory, speed and cost of a model on GPUs that are not here."

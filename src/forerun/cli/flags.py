@@ -100,7 +100,7 @@ def engine_flags() -> list[Flag]:
         flags.append(
             Flag(
                 spec.name,
-                _value_type(hints[spec.name]),
+                value_type(hints[spec.name]),
                 spec.default,
                 spec.metadata["help"] + listed,
                 "Speculation" if spec.name.startswith("speculative_") else "Engine",
@@ -117,7 +117,7 @@ def sampling_flags(**defaults: Any) -> list[Flag]:
     flags = []
     for spec in fields(SamplingParams):
         default: Any = defaults.get(spec.name, spec.default)
-        kind = _value_type(hints[spec.name])
+        kind = value_type(hints[spec.name])
         if get_origin(kind) is list:
             default = list(default)
         parse = _parse_biases if spec.name == "logit_bias" else None
@@ -130,7 +130,7 @@ def config_flags(config: type[Any]) -> list[Flag]:
     hints, defaults = get_type_hints(config), vars(config())
     flags = []
     for spec in fields(config):
-        kind, default = _value_type(hints[spec.name]), defaults[spec.name]
+        kind, default = value_type(hints[spec.name]), defaults[spec.name]
         if get_origin(kind) is list:
             default = list(default)
         flags.append(Flag(spec.name, kind, default, spec.metadata["help"], spec.metadata["panel"]))
@@ -185,7 +185,7 @@ def _changed(given: Mapping[str, Any], flags: Mapping[str, Flag]) -> Values:
     return {name: value for name, value in given.items() if value != flags[name].default}
 
 
-def _value_type(hint: Any) -> Any:
+def value_type(hint: Any) -> Any:
     """The type on the command line: `int | None` → int, `tuple[str, ...]` → list[str].
 
     Of pairs: list[str], to be parsed.

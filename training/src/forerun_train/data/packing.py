@@ -1,0 +1,199 @@
+"""Documents packed into rows of equal length, in an endless order that can be resumed.
+
+Row r of every batch has documents of its own: those at places r, r + B, r + 2B and so on of the
+epochs, one after the other, each shuffled anew. So a row depends on the seed and the batch size
+alone, whichever rank makes it, and its state is a few numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from forerun.core.errors import ConfigError
+from forerun_train.data.records import DataError, Records
+from forerun_train.data.rendering import Document, Renderer
+
+WAITING = 8  # documents that a row chooses from
+KEPT_EPOCHS = 3  # orders that are remembered
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """B sequences of T tokens, each of several documents."""
+
+    input_ids: Tensor  # [B, T] int64
+    loss_mask: Tensor  # [B, T] bool: whether the loss counts a token as a target
+    document_ids: Tensor  # [B, T] int32, from 0 in each sequence; -1 on padding
+    position_ids: Tensor  # [B, T] int64, from 0 in each document
+
+
+@dataclass
+class Lane:
+    """What one row of the batches is made of: its next place, and the documents that wait."""
+
+    next: int = 0  # a step of B in the epochs
+    waiting: list[tuple[int, int, Document]] = field(default_factory=list)  # step, part of a record
+
+    def state(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {"next": self.next, "waiting": [[step, part] for step, part, _ in self.waiting]}
+
+
+class PackedStream:
+    """Batches without end, of one rank."""
+
+    def __init__(
+        self,
+        source: Records,
+        tokenizer: Any,
+        template: str | None,
+        seq_len: int,
+        batch_size: int,
+        seed: int,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        """
+        Args:
+            template: a file with a chat template; None: the tokenizer's own.
+            batch_size: sequences of all ranks together, a multiple of `world_size`.
+
+        Raises:
+            ConfigError: the source is empty, or the batch cannot be divided.
+        """
+        if not len(source):
+            raise ConfigError("there is no record to make batches of.")
+        if batch_size % world_size:
+            raise ConfigError(
+                f"batch_size {batch_size} cannot be divided among {world_size} processes."
+            )
+        self._source, self._seq_len, self._seed = source, seq_len, seed
+        self._batch_size = batch_size
+        self._renderer = Renderer.of(tokenizer, template)
+        self._padding = int(tokenizer.pad_token_id or tokenizer.eos_token_id or 0)
+        own = batch_size // world_size
+        self._lanes = {row: Lane() for row in range(rank * own, (rank + 1) * own)}
+        self._orders: dict[int, NDArray[np.int64]] = {}
+        self._bad: set[int] = set()
+
+    def __iter__(self) -> Iterator[PackedBatch]:
+        while True:
+            self._refill()
+            rows = [self._row(lane) for lane in self._lanes.values()]
+            yield PackedBatch(*(torch.stack(column) for column in zip(*rows, strict=True)))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the rows of this rank are; states of several ranks are joined by `joined_state`."""
+        return {"lanes": {str(row): lane.state() for row, lane in self._lanes.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on behind the batch after which the state was taken.
+
+        Raises:
+            ConfigError: the state is that of another batch size or of other ranks.
+        """
+        kept = state["lanes"]
+        for row, lane in self._lanes.items():
+            if str(row) not in kept:
+                raise ConfigError(
+                    f"the checkpoint has no state of the data for row {row}; it was made with"
+                    " another batch size."
+                )
+            lane.next = int(kept[str(row)]["next"])
+            entries = [(int(step), int(part)) for step, part in kept[str(row)]["waiting"]]
+            steps = list(dict.fromkeys(step for step, _ in entries))
+            found = dict(zip(steps, self._documents([(row, s) for s in steps]), strict=True))
+            lane.waiting = [(step, part, found[step][part]) for step, part in entries]
+
+    def _refill(self) -> None:
+        """Reads records until every row has enough documents to choose from."""
+        barren = 0
+        while True:
+            asked = [
+                (row, lane.next + i)
+                for row, lane in self._lanes.items()
+                for i in range(WAITING - len(lane.waiting))
+            ]
+            if not asked:
+                return
+            found = self._documents(asked)
+            for (row, step), documents in zip(asked, found, strict=True):
+                lane = self._lanes[row]
+                lane.waiting += [(step, part, each) for part, each in enumerate(documents)]
+                lane.next = step + 1
+            barren = 0 if any(found) else barren + len(asked)
+            if barren > len(self._source) + self._batch_size * WAITING:
+                raise ConfigError(
+                    f"no record has a label within seq_len {self._seq_len}; raise seq_len, or check"
+                    " the data."
+                )
+
+    def _documents(self, places: list[tuple[int, int]]) -> list[list[Document]]:
+        """The documents of records, (row, step) each; none of those that cannot be used."""
+        indices = [self._index(row + step * self._batch_size) for row, step in places]
+        records = [self._source[index] for index in indices]
+        out = []
+        for index, found in zip(indices, self._renderer.documents(records), strict=True):
+            if isinstance(found, DataError):
+                self._refuse(index, found)
+                found = []
+            cut = [each.cut(self._seq_len) for each in found]
+            out.append([each for each in cut if each.labels.any()])
+        return out
+
+    def _refuse(self, index: int, error: DataError) -> None:
+        """Counts a record that the template refuses, once."""
+        if index not in self._bad:
+            self._bad.add(index)
+            self._source.skipped.add(error)
+            self._source.skipped.check()
+
+    def _index(self, place: int) -> int:
+        """The record at a place of all epochs, one after the other."""
+        epoch, at = divmod(place, len(self._source))
+        if epoch not in self._orders:
+            while len(self._orders) >= KEPT_EPOCHS:
+                del self._orders[min(self._orders)]
+            generator = np.random.default_rng([self._seed, epoch])
+            self._orders[epoch] = generator.permutation(len(self._source))
+        return int(self._orders[epoch][at])
+
+    def _row(self, lane: Lane) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Packs the document that has waited longest, and then the largest that fit."""
+        chosen: list[Document] = []
+        room = self._seq_len
+        while True:
+            fitting = [i for i, each in enumerate(lane.waiting) if len(each[2].ids) <= room]
+            if not fitting:
+                break
+            best = max(fitting, key=lambda i: len(lane.waiting[i][2].ids)) if chosen else 0
+            chosen.append(lane.waiting.pop(best)[2])
+            room -= len(chosen[-1].ids)
+        return self._packed(chosen)
+
+    def _packed(self, documents: list[Document]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        ids = torch.full((self._seq_len,), self._padding, dtype=torch.int64)
+        labels = torch.zeros(self._seq_len, dtype=torch.bool)
+        numbers = torch.full((self._seq_len,), -1, dtype=torch.int32)
+        positions = torch.zeros(self._seq_len, dtype=torch.int64)
+        at = 0
+        for number, document in enumerate(documents):
+            part = slice(at, at + len(document.ids))
+            ids[part] = torch.from_numpy(document.ids.astype(np.int64))
+            labels[part] = torch.from_numpy(document.labels)
+            numbers[part] = number
+            positions[part] = torch.arange(len(document.ids))
+            at = part.stop
+        return ids, labels, numbers, positions
+
+
+def joined_state(states: list[Mapping[str, Any]]) -> dict[str, Any]:
+    """One state of the data from those of all ranks; any number of ranks can go on from it."""
+    return {"lanes": {row: lane for state in states for row, lane in state["lanes"].items()}}
