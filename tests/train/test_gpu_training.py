@@ -17,6 +17,7 @@ from forerun_train.hidden_states import load_frozen_target
 from forerun_train.masks import BlockPlaces, MaskShape, attend, blocks_after_context, make_mask
 from forerun_train.trainer.distributed import Ranks
 from forerun_train.trainer.loop import Trainer
+from forerun_train.trainer.memory import estimate, shape_of
 from forerun_train.trainer.options import KINDS, TrainOptions
 from forerun_train.trainer.run import run
 from forerun_train.trainer.view import lines_of
@@ -98,3 +99,17 @@ def test_a_compiled_run_in_bfloat16_learns(tmp_path: Path) -> None:
     run(options(tmp_path, max_steps=120, learning_rate=0.01, optimizer="muon"), word_problems)
     lines = lines_of(tmp_path / "log.jsonl")
     assert [line["accept_length"] for line in lines if "accept_length" in line][-1] > 1.5
+
+
+def test_the_memory_estimate_is_near_the_peak(tmp_path: Path) -> None:
+    made = options(tmp_path, seq_len=1024, batch_size=16, anchors=128)
+    target = load_frozen_target(made.target, torch.bfloat16, CUDA, 1100)
+    draft = build_draft(made, target, 3).model
+    draft.compile_parts()
+    trainer = Trainer(made, target, draft, Ranks(0, 1, CUDA))
+    batches = iter(word_problems(made, load_tokenizer(TARGET), Ranks(0, 1, CUDA)).train())
+    torch.cuda.reset_peak_memory_stats()
+    for step in range(3):
+        trainer.step(next(batches), step, 0.1)
+    expected = estimate(shape_of(made, target, draft, 1), target, draft, 1).total
+    assert 0.5 < torch.cuda.max_memory_allocated() / expected < 1.2

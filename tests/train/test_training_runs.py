@@ -19,6 +19,7 @@ from forerun import LLM, SamplingParams
 from forerun.core.errors import ConfigError
 from forerun.llm.bundled import bundled
 from forerun_train.toys.word_problems import generate
+from forerun_train.trainer import memory
 from forerun_train.trainer.checkpoint import Checkpoints, read_state
 from forerun_train.trainer.options import TrainOptions
 from forerun_train.trainer.run import run
@@ -130,3 +131,26 @@ def test_a_smoke_run_makes_a_draft_that_serving_accepts(tmp_path: Path) -> None:
         length = llm.stats()["spec_accept_length"]
     assert length > 1.5
     assert abs(length - measured["accept_length"]) < 0.15
+
+
+def test_too_little_memory_is_refused_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large = {"batch_size": 64, "seq_len": 256, "anchors": 64, "intermediate_size": None}
+    monkeypatch.setattr(memory, "memory", lambda device: (400 << 20, 400 << 20))
+    expected = r"memory: about .* of 0.4 GiB free: too little. Set --micro-batch (4|8|16); the"
+    with pytest.raises(ConfigError, match=expected):
+        run(options(tmp_path, **large), word_problems)
+    assert not list(tmp_path.iterdir())
+    run(options(tmp_path, **large, micro_batch=4, max_steps=1), word_problems)
+
+
+def test_parts_of_a_batch_add_up(tmp_path: Path) -> None:
+    """Two sequences at a time or one: the same gradients."""
+    for name, given in (("whole", {}), ("parts", {"micro_batch": 1})):
+        run(
+            options(tmp_path / name, max_steps=4, kind="dspark", head_rank=8, **given),
+            word_problems,
+        )
+    for step, values in losses(tmp_path / "whole").items():
+        assert losses(tmp_path / "parts")[step] == pytest.approx(values, rel=1e-4)

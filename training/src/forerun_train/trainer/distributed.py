@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,6 +46,22 @@ class Ranks:
             dist.all_reduce(value)
         return value
 
+    def joined(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """What all ranks have together, of states that JSON can hold; every rank must ask."""
+        if self.size == 1:
+            return dict(state)
+        text = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8, device=self.device)
+        length = torch.tensor([len(text)], device=self.device)
+        lengths = [torch.zeros_like(length) for _ in range(self.size)]
+        dist.all_gather(lengths, length)
+        most = max(int(each) for each in lengths)
+        texts = [text.new_zeros(most) for _ in range(self.size)]
+        dist.all_gather(texts, torch.nn.functional.pad(text, (0, most - len(text))))
+        out: dict[str, Any] = {}
+        for each, count in zip(texts, lengths, strict=True):
+            _merge(out, json.loads(bytes(each[: int(count)].tolist())))
+        return out
+
     def of_first(self, value: float) -> float:
         """A number of the first rank's; waits."""
         if self.size == 1:
@@ -51,6 +69,14 @@ class Ranks:
         shared = torch.tensor([value], dtype=torch.float64, device=self.device)
         dist.broadcast(shared, 0)
         return float(shared.item())
+
+
+def _merge(into: dict[str, Any], state: Mapping[str, Any]) -> None:
+    for key, value in state.items():
+        if isinstance(value, Mapping):
+            _merge(into.setdefault(key, {}), value)
+        else:
+            into[key] = value
 
 
 @contextmanager

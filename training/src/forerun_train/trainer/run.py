@@ -21,6 +21,7 @@ from forerun_train.hidden_states import FrozenTarget, load_frozen_target
 from forerun_train.trainer.checkpoint import Checkpoints, check_same_settings, read_state
 from forerun_train.trainer.distributed import Ranks, joined_ranks, shard, whole_parameters
 from forerun_train.trainer.loop import Ahead, Progress, Stream, Trainer, Window
+from forerun_train.trainer.memory import check_memory
 from forerun_train.trainer.options import TrainOptions
 from forerun_train.trainer.validation import validate
 from forerun_train.trainer.view import Log
@@ -62,6 +63,9 @@ def run(options: TrainOptions, open_data: OpenData | None = None) -> Path:
         mask = choose_mask_token(tokenizer, target.config.vocab_size, options.mask_token_id)
         built = build_draft(options, target, mask, _frequent(options, data, target, ranks))
         shard(built.model, ranks, dtype)
+        needed = check_memory(options, target, built.model, ranks.size)
+        if ranks.first:
+            print(needed, flush=True)
         job = Job(options, ranks, target, built, data)
         job.train(checkpoint)
     return output / DRAFT
@@ -221,8 +225,7 @@ class Job:
     def _save(self, position: dict[str, Any]) -> None:
         state = {
             "settings": self.options.settings(),
-            "world_size": self.ranks.size,
-            "data": position,
+            "data": self.ranks.joined(position),
             "progress": self.progress.state(),
             "best": self.best,
         }
