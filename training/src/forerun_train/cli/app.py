@@ -11,6 +11,7 @@ from forerun_train.trainer.options import KINDS
 COMMANDS = {
     "prompts": "forerun_train.cli.prompts:prompts",
     "regenerate": "forerun_train.cli.regenerate:regenerate_command",
+    "evaluate": "forerun_train.cli.evaluate:evaluate_command",
 }
 
 
