@@ -18,12 +18,13 @@ from safetensors.torch import load_file
 from forerun import LLM, SamplingParams
 from forerun.core.errors import ConfigError
 from forerun.llm.bundled import bundled
+from forerun.models.dflash import check_dflash_files
 from forerun_train.toys.word_problems import generate
 from forerun_train.trainer import memory
 from forerun_train.trainer.checkpoint import Checkpoints, read_state
 from forerun_train.trainer.options import TrainOptions
 from forerun_train.trainer.run import run
-from forerun_train.trainer.view import lines_of
+from forerun_train.trainer.view import lines_of, sparkline
 from tests.train.packed import word_problems
 
 TARGET = bundled("target")
@@ -151,3 +152,29 @@ def test_parts_of_a_batch_add_up(tmp_path: Path) -> None:
     run(options(tmp_path / "parts", **given, micro_batch=1), word_problems)
     for step, values in losses(tmp_path / "whole").items():
         assert losses(tmp_path / "parts")[step] == pytest.approx(values, rel=1e-4)
+
+
+def test_a_run_from_a_file(tmp_path: Path) -> None:
+    """Records, packing and training together; log, report and draft are written."""
+    data = tmp_path / "data.jsonl"
+    chats = [
+        [{"role": "user", "content": p.question}, {"role": "assistant", "content": p.answer_text}]
+        for p in generate(3, 60)
+    ]
+    data.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    given = {"seq_len": 256, "max_steps": 4, "validation_share": 0.2, "draft_vocab_size": 512}
+    folder = run(options(tmp_path / "run", data=str(data), **given))
+    assert list(losses(tmp_path / "run")) == [1, 2, 3, 4]
+    assert json.loads((folder / "config.json").read_text())["draft_vocab_size"] == 512
+    check_dflash_files(folder)
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "best, exported" in page and "data:image/png;base64," in page
+    assert "http" not in page
+    again = options(tmp_path / "run", data=str(data), **given | {"max_steps": 6}, resume=True)
+    with pytest.raises(ConfigError, match="max_steps was 4 and is 6"):
+        run(again)
+
+
+def test_small_curves() -> None:
+    assert sparkline([1.0, 2.0, 3.0]) == "▁▄█"
+    assert sparkline([2.0, 2.0]) == sparkline([]) == ""

@@ -37,6 +37,7 @@ class Ahead:
     """Makes batches in a thread, and knows where in the data each of them ends."""
 
     stream: Stream
+    waited: float = 0.0  # seconds, for the last batch
     _queue: queue.Queue[Any] = field(default_factory=lambda: queue.Queue(AHEAD))
     _stop: threading.Event = field(default_factory=threading.Event)
 
@@ -57,7 +58,9 @@ class Ahead:
         Raises:
             Exception: whatever the data raises.
         """
+        started = time.perf_counter()
         batch, state = self._queue.get()
+        self.waited = time.perf_counter() - started
         if isinstance(batch, Exception):
             raise batch
         return batch, state
@@ -185,6 +188,7 @@ class Window:
 
     started: float = field(default_factory=time.perf_counter)
     steps: list[StepSums] = field(default_factory=list)
+    waited: float = 0.0  # seconds, for batches
 
     def read(self) -> dict[str, Any]:
         """Means since the last line; waits for the device, and starts anew."""
@@ -199,7 +203,8 @@ class Window:
             "gradient_norm": norm,
             "block_accept_length": round(1 + sum(right) / max(blocks, 1.0), 4),
             "seconds_per_step": (now - self.started) / count,
+            "waited_for_data": self.waited / max(now - self.started, 1e-9),
         }
-        self.started = now
+        self.started, self.waited = now, 0.0
         self.steps.clear()
         return line

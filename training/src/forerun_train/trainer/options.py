@@ -171,13 +171,13 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     # A target of 100 to 500 M parameters: about ten minutes of one H100.
     "small": {
         "num_layers": 3, "block_size": 8, "seq_len": 1024, "batch_size": 32, "anchors": 256,
-        "max_steps": 6000, "max_minutes": 10.0, "learning_rate": 1.5e-3, "dpace": 0.5,
-        "validate_every": 500, "save_every": 500, "validation_batches": 4,
+        "max_steps": 6000, "max_minutes": 10.0, "learning_rate": 3e-3, "dpace": 0.5,
+        "optimizer": "muon", "validate_every": 500, "save_every": 500, "validation_batches": 4,
     },
     # A target of about 8 B parameters; anchors and lengths of published drafts.
     "base": {
         "num_layers": 5, "block_size": 16, "seq_len": 4096, "batch_size": 64, "anchors": 512,
-        "max_steps": 20000, "learning_rate": 6e-4, "dpace": 0.5, "activation_checkpointing": True,
-        "validate_every": 500, "save_every": 500,
+        "max_steps": 20000, "learning_rate": 1e-3, "optimizer": "muon", "dpace": 0.5,
+        "activation_checkpointing": True, "validate_every": 500, "save_every": 500,
     },
 }  # fmt: skip

@@ -20,9 +20,11 @@ from forerun_train.export import export_draft
 from forerun_train.hidden_states import FrozenTarget, load_frozen_target
 from forerun_train.trainer.checkpoint import Checkpoints, check_same_settings, read_state
 from forerun_train.trainer.distributed import Ranks, joined_ranks, shard, whole_parameters
+from forerun_train.trainer.flops import flops_per_step, peak_flops
 from forerun_train.trainer.loop import Ahead, Progress, Stream, Trainer, Window
 from forerun_train.trainer.memory import check_memory
 from forerun_train.trainer.options import TrainOptions
+from forerun_train.trainer.report import write_report
 from forerun_train.trainer.validation import validate
 from forerun_train.trainer.view import Log
 
@@ -149,6 +151,8 @@ class Job:
         self.progress = Progress(self.options.max_steps, seconds)
         self._output = Path(self.options.output)
         self._checkpoints = Checkpoints(self._output, self.ranks)
+        self._flops = flops_per_step(self.options, self.target, self.built.model)
+        self._peak = peak_flops(self.target.device)
         self._trainer = Trainer(self.options, self.target, self.built.model, self.ranks)
 
     def train(self, checkpoint: Path | None) -> None:
@@ -160,16 +164,20 @@ class Job:
         if self.target.device.type == "cuda" if compiled is None else compiled:
             self.built.model.compile_parts(divided=self.ranks.size > 1)
         resumed = None if checkpoint is None else self.progress.step
-        self._log = Log(self._output, self.ranks.first, resumed)
+        self._log = Log(self.options, self.ranks.first, resumed)
         self._scored = self._validation_batches()
-        with Ahead(stream).running() as batches:
-            self._steps(batches)
+        try:
+            with Ahead(stream).running() as batches:
+                self._steps(batches)
+        finally:
+            self._log.close()
 
     def _steps(self, batches: Ahead) -> None:
         progress, options = self.progress, self.options
         before, started, window = progress.elapsed, time.perf_counter(), Window()
         while not progress.ended:
             host, position = batches.next()
+            window.waited += batches.waited
             window.steps.append(self._trainer.step(host, progress.step, progress.done))
             progress.advance()
             last = progress.ended
@@ -193,12 +201,15 @@ class Job:
     def _log_line(self, line: dict[str, Any]) -> dict[str, Any]:
         options, progress = self.options, self.progress
         tokens = options.batch_size * options.seq_len / line["seconds_per_step"]
+        rate = self._flops / line["seconds_per_step"] / self.ranks.size
         return {
             "step": progress.step,
             "done": round(progress.done, 4),
             "learning_rate": self._trainer.optimizers.rate(progress.done),
             **line,
             "tokens_per_second": round(tokens),
+            "tflops": rate / 1e12,
+            **({} if self._peak is None else {"mfu": rate / self._peak}),
         }
 
     def _validation_batches(self) -> Sequence[Batch]:
@@ -211,6 +222,8 @@ class Job:
         options = self.options
         found = validate(self.built.model, self.target, self._scored, options.anchors, options.seed)
         self._log.write({"step": self.progress.step, **found.as_log()})
+        if self.ranks.first:
+            write_report(self._output, options.settings() | {"output": options.output})
         if found.accept_length > self.best:
             self.best = found.accept_length
             self._export()
