@@ -20,7 +20,8 @@ from forerun.core.errors import ConfigError
 from forerun_train.data.records import DataError, Records
 from forerun_train.data.rendering import Document, Renderer
 
-WAITING = 8  # documents that a row chooses from
+WAITING = 2.0  # sequences' worth of documents that a row chooses from
+AT_ONCE = 8  # records of a row that are read and tokenized together
 KEPT_EPOCHS = 3  # orders that are remembered
 
 
@@ -40,6 +41,7 @@ class Lane:
 
     next: int = 0  # a step of B in the epochs
     waiting: list[tuple[int, int, Document]] = field(default_factory=list)  # step, part of a record
+    read: dict[int, list[Document]] = field(default_factory=dict)  # by step, not yet waiting
 
     def state(self) -> dict[str, Any]:
         """As JSON has it."""
@@ -90,7 +92,7 @@ class PackedStream:
             yield PackedBatch(*(torch.stack(column) for column in zip(*rows, strict=True)))
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the rows of this rank are; states of several ranks are joined by `joined_state`."""
+        """Where this rank's rows are. Those of all ranks together serve any number of ranks."""
         return {"lanes": {str(row): lane.state() for row, lane in self._lanes.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -116,24 +118,35 @@ class PackedStream:
         """Reads records until every row has enough documents to choose from."""
         barren = 0
         while True:
+            for lane in self._lanes.values():
+                self._queue(lane)
             asked = [
                 (row, lane.next + i)
                 for row, lane in self._lanes.items()
-                for i in range(WAITING - len(lane.waiting))
+                if not self._is_full(lane)
+                for i in range(AT_ONCE)
             ]
             if not asked:
                 return
             found = self._documents(asked)
             for (row, step), documents in zip(asked, found, strict=True):
-                lane = self._lanes[row]
-                lane.waiting += [(step, part, each) for part, each in enumerate(documents)]
-                lane.next = step + 1
+                self._lanes[row].read[step] = documents
             barren = 0 if any(found) else barren + len(asked)
-            if barren > len(self._source) + self._batch_size * WAITING:
+            if barren > 2 * len(self._source) + self._batch_size * AT_ONCE:
                 raise ConfigError(
                     f"no record has a label within seq_len {self._seq_len}; raise seq_len, or check"
                     " the data."
                 )
+
+    def _is_full(self, lane: Lane) -> bool:
+        return sum(len(each.ids) for _, _, each in lane.waiting) >= WAITING * self._seq_len
+
+    def _queue(self, lane: Lane) -> None:
+        """Lets documents wait that are read, as many as the row wants."""
+        while not self._is_full(lane) and lane.next in lane.read:
+            documents = lane.read.pop(lane.next)
+            lane.waiting += [(lane.next, part, each) for part, each in enumerate(documents)]
+            lane.next += 1
 
     def _documents(self, places: list[tuple[int, int]]) -> list[list[Document]]:
         """The documents of records, (row, step) each; none of those that cannot be used."""
@@ -192,8 +205,3 @@ class PackedStream:
             positions[part] = torch.arange(len(document.ids))
             at = part.stop
         return ids, labels, numbers, positions
-
-
-def joined_state(states: list[Mapping[str, Any]]) -> dict[str, Any]:
-    """One state of the data from those of all ranks; any number of ranks can go on from it."""
-    return {"lanes": {row: lane for state in states for row, lane in state["lanes"].items()}}

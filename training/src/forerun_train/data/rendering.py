@@ -196,10 +196,11 @@ class Renderer:
         ids = np.array(encoding.ids, dtype=np.int32)
         if not rendered.spans:
             return Document(ids, np.ones(len(ids), dtype=np.bool_))
-        starts = np.array([start for start, _ in encoding.offsets])
+        starts, ends = np.array(encoding.offsets).T
         labels = np.zeros(len(ids), dtype=np.bool_)
         for span in rendered.spans:
-            first, last = np.searchsorted(starts, span)
+            first = np.searchsorted(ends, span[0], side="right")  # the token it begins in
+            last = np.searchsorted(starts, span[1])
             labels[first : self._turn_end(ids, int(first), int(last))] = True
         if rendered.record.truncated:
             labels = self._open_ended(ids, labels)
@@ -218,7 +219,7 @@ class Renderer:
         if not len(ends):
             return labels
         kept = labels.copy()
-        kept[ends[0] :] = False
+        kept[ends[-1] :] = False
         return kept
 
 

@@ -47,6 +47,7 @@ class TrainOptions:
     micro_batch: int | None = setting(
         None, "sequences at a time on each GPU (default: all of its part of a batch)"
     )
+    max_errors: int = setting(0, "lines of the data that cannot be used and are skipped")
     validation_share: float = setting(0.02, "part of the records that is kept for validation")
     validation_batches: int = setting(4, "batches of validation data that are scored each time")
     hidden_states: str | None = setting(
@@ -154,7 +155,7 @@ LEAST: Mapping[str, float] = {
     "max_steps": 1, "micro_batch": 1, "head_rank": 1, "selector_top_k": 1, "validation_batches": 1,
     "learning_rate": 0, "decay": 0.01, "dpace": 0, "save_every": 1, "validate_every": 1,
     "log_every": 1, "ce_weight": 0, "kl_weight": 0, "l1_weight": 0, "max_minutes": 0.01,
-    "draft_vocab_size": 16, "clip": 0, "intermediate_size": 1, "weight_decay": 0,
+    "draft_vocab_size": 16, "max_errors": 0, "clip": 0, "intermediate_size": 1, "weight_decay": 0,
 }  # fmt: skip
 
 # A resumed run may differ in these.

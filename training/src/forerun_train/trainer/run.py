@@ -85,7 +85,11 @@ def open_records_of(options: TrainOptions, tokenizer: Any, ranks: Ranks) -> Data
     from forerun_train.data.packing import PackedStream
     from forerun_train.data.records import open_records
 
-    train, validation = open_records(options.data, options.validation_share, options.seed)
+    train, validation = open_records(
+        options.data, options.validation_share, options.seed, options.max_errors
+    )
+    if ranks.first and train.skipped.count:
+        print(train.skipped, flush=True)
 
     def stream(source: Any) -> Stream:
         return PackedStream(
