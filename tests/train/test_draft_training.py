@@ -17,13 +17,14 @@ from forerun.models.dflash import DFlashDraft, load_dflash
 from forerun.models.eagle3 import load_eagle3
 from forerun.models.heads.base import Block
 from forerun.models.nextn import load_nextn, load_nextn_config
+from forerun_train.batch import HiddenStates
 from forerun_train.drafts import draft as draft_module
 from forerun_train.drafts.blocks import blocks_at, can_anchor, sample_anchors
 from forerun_train.drafts.build import BuiltDraft, build_draft
 from forerun_train.drafts.draft import Draft
 from forerun_train.drafts.heads import LMHead, MarkovHead
 from forerun_train.export import export_draft
-from forerun_train.hidden_states import FrozenTarget, HiddenStates, load_frozen_target
+from forerun_train.hidden_states import FrozenTarget, load_frozen_target
 from forerun_train.masks import BlockPlaces, MaskShape, attend, blocks_after_context, make_mask
 from forerun_train.objectives import PositionWeights
 from forerun_train.trainer.distributed import whole_parameters

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from forerun import LLM, SamplingParams
 from forerun.core.errors import ConfigError
 from forerun.llm.bundled import bundled
 from forerun.models.dflash import check_dflash_files
+from forerun_train import hidden_store
 from forerun_train.toys.word_problems import generate
 from forerun_train.trainer import memory
 from forerun_train.trainer.checkpoint import Checkpoints, read_state
@@ -178,3 +180,24 @@ def test_a_run_from_a_file(tmp_path: Path) -> None:
 def test_small_curves() -> None:
     assert sparkline([1.0, 2.0, 3.0]) == "▁▄█"
     assert sparkline([2.0, 2.0]) == sparkline([]) == ""
+
+
+def test_stored_hidden_states_train_the_same_draft(tmp_path: Path) -> None:
+    """Stored in one run that is cut short, completed and read by the next."""
+    given = {"max_steps": 5, "kind": "dspark", "head_rank": 8}
+    run(options(tmp_path / "online", **given), word_problems)
+    store = {"hidden_states": str(tmp_path / "states"), **given}
+    run(options(tmp_path / "stored", **store), word_problems)
+    assert losses(tmp_path / "stored") == losses(tmp_path / "online")
+    (tmp_path / "states" / "batch-00000003-rank-0.safetensors").unlink()
+    run(options(tmp_path / "again", **store), word_problems)
+    assert losses(tmp_path / "again") == losses(tmp_path / "online")
+    with pytest.raises(ConfigError, match="hidden states of another run: seed was 0 and is 1"):
+        run(options(tmp_path / "other", **store, seed=1), word_problems)
+
+
+def test_stored_hidden_states_need_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = SimpleNamespace(free=1 << 20)
+    monkeypatch.setattr(hidden_store.shutil, "disk_usage", lambda folder: usage)
+    with pytest.raises(ConfigError, match=r"8 batches take about 0.01 GiB .* too little. Lower"):
+        run(options(tmp_path / "a", hidden_states=str(tmp_path / "states")), word_problems)

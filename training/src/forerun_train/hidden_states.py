@@ -36,16 +36,8 @@ from forerun.llm.hub import with_local_paths
 from forerun.models.base import CausalLM
 from forerun.models.decoder import DecoderForCausalLM
 from forerun.models.loader import load_target
-from forerun_train.batch import Batch
+from forerun_train.batch import Batch, HiddenStates
 from forerun_train.masks import AttentionMask, MaskShape, attend, causal_in_documents, make_mask
-
-
-@dataclass(frozen=True)
-class HiddenStates:
-    """What the target computes for every token of B sequences of T."""
-
-    aux: Tensor  # [B, T, k · H]: outputs of the layers that a draft reads
-    final: Tensor  # [B, T, H]: after the final norm
 
 
 @dataclass
@@ -119,10 +111,12 @@ class FrozenTarget:
 
     @torch.no_grad()
     def hidden_states(self, batch: Batch, layer_ids: tuple[int, ...]) -> HiddenStates:
-        """Runs the target over packed sequences.
+        """Runs the target over packed sequences, unless their states were stored.
 
         `layer_ids`: the decoder layers whose outputs are captured, in this order.
         """
+        if batch.states is not None:
+            return batch.states
         size = batch.input_ids.shape
         plan = PackedPlan(batch.document_ids)
         start = batch.position_ids.new_zeros(size[0], dtype=torch.int32)

@@ -17,12 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from forerun.config.model_config import ModelConfig
-from forerun_train.batch import Batch
+from forerun_train.batch import Batch, HiddenStates
 from forerun_train.drafts.blocks import Blocks
 from forerun_train.drafts.draft import Draft, DraftVocabulary, Objective
 from forerun_train.drafts.heads import TrainingHead
 from forerun_train.drafts.parts import GatedMLP, Linear, RMSNorm, RopeTables, turned
-from forerun_train.hidden_states import HiddenStates
 from forerun_train.masks import AttentionMask, MaskShape, attend, causal_in_documents, make_mask
 
 

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from forerun.models.dflash_config import DFlashConfig
-from forerun_train.batch import Batch
+from forerun_train.batch import Batch, HiddenStates
 from forerun_train.drafts.blocks import Blocks, blocks_at, rows_before
 from forerun_train.drafts.body import DFlashBody
 from forerun_train.drafts.heads import Rows, TrainingHead
-from forerun_train.hidden_states import FrozenTarget, HiddenStates
+from forerun_train.hidden_states import FrozenTarget
 from forerun_train.masks import MaskShape, blocks_after_context, make_mask
 from forerun_train.objectives import BlockLoss, Chunk, Mix, PositionWeights, chunked_loss
 

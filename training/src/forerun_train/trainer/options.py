@@ -51,7 +51,10 @@ class TrainOptions:
     validation_share: float = setting(0.02, "part of the records that is kept for validation")
     validation_batches: int = setting(4, "batches of validation data that are scored each time")
     hidden_states: str | None = setting(
-        None, "folder of stored hidden states to train from, instead of running the target"
+        None, "folder where the target's hidden states are stored once, and then read"
+    )
+    stored_batches: int | None = setting(
+        None, "batches to store there, read in turn (default: one for every step)"
     )
     # The objective.
     anchors: int = setting(128, "blocks of each sequence in a step, at random places")
@@ -152,7 +155,8 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
 }
 LEAST: Mapping[str, float] = {
     "num_layers": 1, "block_size": 2, "seq_len": 16, "batch_size": 1, "anchors": 1,
-    "max_steps": 1, "micro_batch": 1, "head_rank": 1, "selector_top_k": 1, "validation_batches": 1,
+    "max_steps": 1, "micro_batch": 1, "stored_batches": 1,
+    "head_rank": 1, "selector_top_k": 1, "validation_batches": 1,
     "learning_rate": 0, "decay": 0.01, "dpace": 0, "save_every": 1, "validate_every": 1,
     "log_every": 1, "ce_weight": 0, "kl_weight": 0, "l1_weight": 0, "max_minutes": 0.01,
     "draft_vocab_size": 16, "max_errors": 0, "clip": 0, "intermediate_size": 1, "weight_decay": 0,

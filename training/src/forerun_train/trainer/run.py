@@ -18,6 +18,7 @@ from forerun_train.drafts.build import BuiltDraft, build_draft
 from forerun_train.drafts.mask_token import choose_mask_token
 from forerun_train.export import export_draft
 from forerun_train.hidden_states import FrozenTarget, load_frozen_target
+from forerun_train.hidden_store import StoredStream, StorePlan, open_store
 from forerun_train.trainer.checkpoint import Checkpoints, check_same_settings, read_state
 from forerun_train.trainer.distributed import Ranks, joined_ranks, shard, whole_parameters
 from forerun_train.trainer.flops import flops_per_step, peak_flops
@@ -161,7 +162,7 @@ class Job:
 
     def train(self, checkpoint: Path | None) -> None:
         """Trains from a checkpoint, or from the beginning."""
-        stream = self.data.train()
+        stream = self._stream()
         if checkpoint is not None:
             self._load(checkpoint, stream)
         compiled = self.options.compile
@@ -175,6 +176,15 @@ class Job:
                 self._steps(batches)
         finally:
             self._log.close()
+
+    def _stream(self) -> Stream:
+        """The data, with hidden states where these are stored."""
+        if self.options.hidden_states is None:
+            return self.data.train()
+        layers = self.built.model.target_layer_ids
+        ranks = self.ranks.rank, self.ranks.size
+        plan = StorePlan(self.options, self.target, layers, *ranks)
+        return StoredStream(open_store(plan, self.data.train()))
 
     def _steps(self, batches: Ahead) -> None:
         progress, options = self.progress, self.options
