@@ -33,7 +33,9 @@ def files() -> Iterator[Path]:
 
 def test_flags_are_those_of_the_server() -> None:
     """Of the server in every file; those of other commands stand in lines that name these."""
-    others = re.compile(r"apt-get|systemctl|/bin/pip|docker |HEALTHCHECK|--interval|COPY|--constraint|--uid")
+    others = re.compile(
+        r"apt-get|systemctl|/bin/pip|docker |HEALTHCHECK|--interval|COPY|--constraint|--uid"
+    )
     found = set()
     for path in files():
         for line in path.read_text(encoding="utf-8").splitlines():

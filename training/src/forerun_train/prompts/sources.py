@@ -27,6 +27,7 @@ HELD_OUT_SHARE = 8  # one in so many modules
 CODE_SIZE = (80, 1800)  # characters of a function
 PARAGRAPH_SIZE = (240, 2400)  # characters of a text
 FILE_SIZE = 400_000
+AT_FIRST = 100  # functions that are read before one is chosen
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Sources:
 
     def _read_for(self, rng: random.Random) -> None:
         """Reads another module now and then, until all are read; the first ones at once."""
-        while not self.functions or not self.texts or len(self.functions) < 300:
+        while not self.functions or not self.texts or len(self.functions) < AT_FIRST:
             if not self._read():
                 return
         if rng.random() < 0.2:
