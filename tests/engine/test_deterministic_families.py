@@ -33,6 +33,14 @@ _EXPERTS = {
     "moe_intermediate_size": 256,
     "norm_topk_prob": True,
 }
+_DELTA = {
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 4,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3-moe": {
         **_EXPERTS,
@@ -82,6 +90,26 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 2.5,
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
+    },
+    "qwen3-next": {
+        **_EXPERTS,
+        **_DELTA,
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "shared_expert_intermediate_size": 256,
+        "partial_rotary_factor": 0.25,
+    },
+    "qwen3.5": {
+        **_DELTA,
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "mrope_section": [4, 2, 2],
+            "partial_rotary_factor": 0.25,
+        },
     },
     "glm4-moe": {
         "architectures": ["Glm4MoeForCausalLM"],

@@ -119,6 +119,25 @@ def prefill() -> list[Case]:
     ]
 
 
+def fixed_order() -> list[Case]:
+    """Without products that the compiler fuses."""
+    options = {"num_warps": 1, "enable_fp_fusion": False}
+    block = {"BLOCK_V": gated_delta.FIXED_BLOCK_V}
+    _, step = update(16)
+    constants = {**step.constants, **block}
+    own = replace(step, name="gated delta, 16 tokens, fixed order", constants=constants)
+    pointers = dict.fromkeys(("qkv", "a_ptr", "b_ptr", "out_ptr"), B16)
+    pointers |= dict.fromkeys(("decay_ptr", "dt_bias_ptr", "state"), F32)
+    by_token = Case(
+        "gated delta, prompts by token",
+        gated_delta._gated_delta_tokens,
+        pointers | {"slots": I64, "requests": I32, "a_stride": "i32", "b_stride": "i32"},
+        {**HEADS, "EPS": gated_delta.EPS, "BLOCK_K": 128, **block},
+        options,
+    )
+    return [replace(own, options=options, hip_constants={}), by_token]
+
+
 RDNA = ("gfx1100",)  # few registers: the state's tile does not fit beside a chunk's
 PREFILL = prefill()
 CASES = [
@@ -129,6 +148,7 @@ CASES = [
     *update(16),
     *update(33, tree=True),
     *replays(),
+    *fixed_order(),
     Case(
         "gated norm",
         gated_norm._gated_rms_norm,

@@ -105,6 +105,12 @@ def model_needs(
             f" {model.config.architecture} has recurrent layers whose state follows one path."
             " Choose an algorithm that drafts chains."
         )
+    if caps.makes_trees and where.fixed_order and layout.recurrent and where.device.type == "cuda":
+        raise ConfigError(
+            f"speculative_algorithm {config.speculative_algorithm} drafts trees, whose sums have no"
+            " fixed order in recurrent layers on a GPU. Choose an algorithm that drafts chains, or"
+            " drop enable_deterministic_inference."
+        )
     masks = tuple(
         mask
         for mask, layer in zip(model.layer_masks, layout.layers, strict=True)

@@ -13,7 +13,6 @@ from forerun.executor.attention_setup import AttentionSetup
 from forerun.kernels.cpu import library
 from forerun.kernels.moe.config import experts_have_fixed_order
 from forerun.kernels.runtime.gpu import GpuInfo, gpu_of
-from forerun.kvcache.layouts import RecurrentState
 from forerun.layers.moe import Experts
 from forerun.models.base import CausalLM
 from forerun.models.formats.registry import weight_format
@@ -71,7 +70,7 @@ def missing_on_gpu(
     config: EngineConfig, model: CausalLM, dtype: torch.dtype, gpu: GpuInfo
 ) -> list[str]:
     """What has no kernels whose sums have one order."""
-    layers, experts = model.kv_layout(dtype).layers, list(model.modules(Experts))
+    experts = list(model.modules(Experts))
     stored = weight_format(model.config) is not None
     asked = (
         (config.model_impl == TRANSFORMERS, "model_impl transformers"),
@@ -87,6 +86,6 @@ def missing_on_gpu(
             not all(experts_have_fixed_order(*each.sizes, gpu) for each in experts),
             "experts of this hidden size and width (on Hopper both must be multiples of 64)",
         ),
-        (any(isinstance(each, RecurrentState) for each in layers), "recurrent layers"),
+        (config.mamba_ssm_dtype != "float32", f"mamba_ssm_dtype {config.mamba_ssm_dtype}"),
     )
     return [f"{what} have no fixed order of sums yet" for missing, what in asked if missing]

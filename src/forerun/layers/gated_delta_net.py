@@ -130,7 +130,7 @@ class GatedDeltaNet(KVLayer):
         self._decay = torch.empty(0)
         self.norm = RMSNorm(heads.v_dim, eps, place)
         self.out_proj = RowLinear(heads.value, hidden_size, False, place)
-        self._conv_dtype = place.dtype
+        self._conv_dtype, self._fixed_order = place.dtype, place.fixed_order
 
     def weights(self, prefix: str = "") -> dict[str, Tensor]:
         own = {f"{prefix}A_log": self._a_log, f"{prefix}dt_bias": self._dt_bias}
@@ -192,8 +192,8 @@ class GatedDeltaNet(KVLayer):
             layer.updates["g"],
         )
         if state.prompts is None:
-            return gated_delta_update(qkv, gates, kept, state.parents)
-        return gated_delta_prefill(qkv, gates, kept, state.prompts)
+            return gated_delta_update(qkv, gates, kept, state.parents, self._fixed_order)
+        return gated_delta_prefill(qkv, gates, kept, state.prompts, self._fixed_order)
 
 
 def replay_states(pool: StatePool, to: SnapshotRows) -> None:

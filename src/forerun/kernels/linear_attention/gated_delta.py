@@ -12,6 +12,10 @@ What a token adds to the state is k δᵀ after a decay by exp(g). So a verify p
 it is and stores k, δ and g of its tokens, a fiftieth of a state each; the next pass reads and
 writes the state anyway, and first applies those of the committed tokens. (SGLang keeps whole states
 per token, or, as "ReplaySSM", the same as here.)
+
+In a fixed order prompts go token by token too, by the same operations on tiles of one shape
+(`FIXED_BLOCK_V`). Products and sums are fused where the source says so and nowhere else: what the
+compiler would choose depends on the code around.
 """
 
 from __future__ import annotations
@@ -32,6 +36,7 @@ from forerun.kernels.speculation.tree import tree_shape_ref, unpack_bits
 # Columns of a state that a CTA has in registers. A decode pass only reads and writes states; a
 # verify pass computes long enough for more CTAs to pay.
 DECODE_BLOCK_V, VERIFY_BLOCK_V, PREFILL_BLOCK_V = 32, 8, 16
+FIXED_BLOCK_V = 16  # in a fixed order, of all passes
 # On NVIDIA no wgmma, which needs four warps: with it Triton 3.6 gets operands of 32 columns wrong.
 PREFILL_WARPS, HIP_PREFILL_WARPS = 2, 4
 EPS = 1e-6  # of the normalisation of q and k
@@ -63,7 +68,11 @@ class DeltaState:
 
 
 def gated_delta_update(
-    qkv: Tensor, gates: DeltaGates, state: DeltaState, parents: Tensor | None = None
+    qkv: Tensor,
+    gates: DeltaGates,
+    state: DeltaState,
+    parents: Tensor | None = None,
+    fixed_order: bool = False,
 ) -> Tensor:
     """A decode or verify pass. Applies the pending updates, and stores those of its own tokens.
 
@@ -72,6 +81,7 @@ def gated_delta_update(
         state: updated in place.
         parents: [B, q_len] int64, of a tree: the earlier token that each one follows, -1 for the
             root; None: a chain.
+        fixed_order: a token of a chain has the same bits in any pass; states are float32.
 
     Returns:
         o [B · q_len, HV, Dv], in qkv's dtype.
@@ -84,17 +94,30 @@ def gated_delta_update(
     width, _, k_heads, _ = state.k.shape[1:]
     assert qkv.is_contiguous() and gates.a.stride(1) == gates.b.stride(1) == 1
     out = torch.empty(len(qkv), v_heads, v_dim, dtype=qkv.dtype, device=qkv.device)
-    block_v = update_block_v(len(qkv) // batch, torch.version.hip is not None)
+    options = fixed_options(fixed_order, update_block_v(len(qkv) // batch, _on_hip()))
+    block_v = options["BLOCK_V"]
     _gated_delta_update[(batch * v_heads, triton.cdiv(v_dim, block_v))](
         qkv, gates.a, gates.b, gates.decay, gates.dt_bias,
         state.slots, state.num_pending, state.num_passes,
         state.state, state.k, state.delta, state.g, out, parents,
         gates.a.stride(0), gates.b.stride(0), width,
         NUM_TOKENS=len(qkv) // batch, K_HEADS=k_heads, V_HEADS=v_heads, K_DIM=k_dim, V_DIM=v_dim,
-        EPS=EPS, BLOCK_K=triton.next_power_of_2(k_dim), BLOCK_V=block_v,
+        EPS=EPS, BLOCK_K=triton.next_power_of_2(k_dim), **options,
         num_warps=1, **pdl_options(qkv),
     )  # fmt: skip
     return out
+
+
+def fixed_options(fixed_order: bool, block_v: int) -> dict[str, int]:
+    """Columns of a CTA, `block_v` or those of a fixed order, and whether products are fused."""
+    return {
+        "BLOCK_V": FIXED_BLOCK_V if fixed_order else block_v,
+        "enable_fp_fusion": not fixed_order,
+    }
+
+
+def _on_hip() -> bool:
+    return torch.version.hip is not None
 
 
 def _on_cpu(qkv: Tensor, state: DeltaState) -> bool:
@@ -148,7 +171,11 @@ def gated_delta_update_ref(
 
 
 def gated_delta_prefill(
-    qkv: Tensor, gates: DeltaGates, state: DeltaState, prompts: PromptChunks
+    qkv: Tensor,
+    gates: DeltaGates,
+    state: DeltaState,
+    prompts: PromptChunks,
+    fixed_order: bool = False,
 ) -> Tensor:
     """Prefill chunks of B requests, nothing pending.
 
@@ -157,6 +184,7 @@ def gated_delta_prefill(
     Args:
         qkv: [T, 2 HK Dk + HV Dv].
         state: its `state` is updated in place.
+        fixed_order: tokens one after another, with the bits of `gated_delta_update`.
 
     Returns:
         o [T, HV, Dv], in qkv's dtype.
@@ -165,9 +193,11 @@ def gated_delta_prefill(
         if _on_cpu(qkv, state):
             return gated_delta_cpu(qkv, gates, state, prompts)
         return gated_delta_prefill_ref(qkv, gates, state, prompts)
+    assert qkv.is_contiguous() and gates.a.stride(1) == gates.b.stride(1) == 1
+    if fixed_order:
+        return _prefill_by_token(qkv, gates, state, prompts)
     (tokens, v_heads), (_, _, k_dim, v_dim) = gates.a.shape, state.state.shape
     k_heads, block_k = state.k.shape[3], max(16, triton.next_power_of_2(k_dim))
-    assert qkv.is_contiguous() and gates.a.stride(1) == gates.b.stride(1) == 1
     inverses = torch.empty(tokens, v_heads, CHUNK, dtype=qkv.dtype, device=qkv.device)
     warps = PREFILL_WARPS if torch.version.hip is None else HIP_PREFILL_WARPS
     heads = {"K_HEADS": k_heads, "V_HEADS": v_heads, "K_DIM": k_dim, "V_DIM": v_dim, "EPS": EPS}
@@ -183,6 +213,21 @@ def gated_delta_prefill(
         state.slots, prompts.requests, state.state, out, gates.a.stride(0), gates.b.stride(0),
         **heads, CHUNK=CHUNK, BLOCK_K=block_k, BLOCK_V=PREFILL_BLOCK_V,
         num_warps=warps, num_stages=1,
+    )  # fmt: skip
+    return out
+
+
+def _prefill_by_token(
+    qkv: Tensor, gates: DeltaGates, state: DeltaState, prompts: PromptChunks
+) -> Tensor:
+    (tokens, v_heads), (_, _, k_dim, v_dim) = gates.a.shape, state.state.shape
+    out = torch.empty(tokens, v_heads, v_dim, dtype=qkv.dtype, device=qkv.device)
+    options = fixed_options(True, FIXED_BLOCK_V)
+    _gated_delta_tokens[(len(state.slots) * v_heads, triton.cdiv(v_dim, FIXED_BLOCK_V))](
+        qkv, gates.a, gates.b, gates.decay, gates.dt_bias,
+        state.slots, prompts.requests, state.state, out, gates.a.stride(0), gates.b.stride(0),
+        K_HEADS=state.k.shape[3], V_HEADS=v_heads, K_DIM=k_dim, V_DIM=v_dim, EPS=EPS,
+        BLOCK_K=triton.next_power_of_2(k_dim), **options, num_warps=1,
     )  # fmt: skip
     return out
 
@@ -334,7 +379,7 @@ def _gated_delta_update(
         k = tl.load(k_kept + (2 * i + turn) * (K_HEADS * K_DIM), mask=inside_k, other=0.0)
         delta = tl.load(delta_kept + i * (V_HEADS * V_DIM), mask=inside_v, other=0.0)
         g = tl.load(g_kept + (2 * i + turn) * V_HEADS)
-        s = s * tl.exp(g) + k[:, None] * delta[None, :]
+        s = add_update(s * tl.exp(g), k, delta)
     tl.store(state, s.to(state.dtype.element_ty), mask=inside)
     tl.debug_barrier()  # all of the last pass's δ are read before any is overwritten
 
@@ -350,14 +395,11 @@ def _gated_delta_update(
     keeps_k = inside_k & first & (head % (V_HEADS // K_HEADS) == 0)
     if parents is None:
         for i in tl.static_range(NUM_TOKENS):
-            q = _normalised(q_ptr + i * ROW, inside_k, EPS) * (K_DIM**-0.5)
-            k = _normalised(q_ptr + i * ROW + K_ROW, inside_k, EPS)
-            v = tl.load(v_ptr + i * ROW, mask=inside_v, other=0.0).to(tl.float32)
             g = _log_decay(tl.load(a_ptr + i * a_stride), decay, dt_bias)
-            s *= tl.exp(g)
-            delta = _sigmoid(tl.load(b_ptr + i * b_stride)) * (v - tl.sum(s * k[:, None], 0))
-            s += k[:, None] * delta[None, :]
-            out = tl.sum(s * q[:, None], 0)
+            s, k, delta, out = _advance_by_token(
+                s, q_ptr + i * ROW, v_ptr + i * ROW, g, tl.load(b_ptr + i * b_stride),
+                inside_k, inside_v, K_ROW, K_DIM, EPS,
+            )  # fmt: skip
             tl.store(out_ptr + i * V_ROW, out.to(out_ptr.dtype.element_ty), mask=inside_v)
             tl.store(delta_kept + i * V_ROW, delta, mask=inside_v)
             at = 2 * i + 1 - turn
@@ -390,6 +432,65 @@ def _gated_delta_update(
             tl.store(k_kept + at * K_ROW, k, mask=keeps_k)
             tl.store(g_kept + at * V_HEADS, g, mask=first)
             tl.debug_barrier()  # tokens that follow this one read its δ
+
+
+@jit
+def add_update(s, k, delta):
+    """s + k δᵀ: what a token adds to a state that has decayed, each product fused with its sum."""
+    return tl.fma(tl.broadcast_to(k[:, None], s.shape), tl.broadcast_to(delta[None, :], s.shape), s)
+
+
+@jit
+def _advance_by_token(
+    s, q_ptr, v_ptr, g, b, inside_k, inside_v,
+    K_ROW: tl.constexpr, K_DIM: tl.constexpr, EPS: tl.constexpr,
+):  # fmt: skip
+    """(the state after a token, its k, δ and output), from the state before it."""
+    q = _normalised(q_ptr, inside_k, EPS) * (K_DIM**-0.5)
+    k = _normalised(q_ptr + K_ROW, inside_k, EPS)
+    v = tl.load(v_ptr, mask=inside_v, other=0.0).to(tl.float32)
+    s *= tl.exp(g)
+    delta = _sigmoid(b) * (v - tl.sum(s * k[:, None], 0))
+    s = add_update(s, k, delta)
+    return s, k, delta, tl.sum(s * q[:, None], 0)
+
+
+@jit
+def _gated_delta_tokens(
+    qkv, a_ptr, b_ptr, decay_ptr, dt_bias_ptr, slots, requests, state, out_ptr,
+    a_stride, b_stride,
+    K_HEADS: tl.constexpr, V_HEADS: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
+    EPS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """A prompt chunk token by token: one CTA per BLOCK_V columns of a request's state of a head."""
+    request, head = tl.program_id(0) // V_HEADS, tl.program_id(0) % V_HEADS
+    k_head = head // (V_HEADS // K_HEADS)
+    slot = tl.load(slots + request)
+    begin = tl.load(requests + 2 * request).to(tl.int64)
+    count = tl.load(requests + 2 * request + 1)
+    row = tl.arange(0, BLOCK_K)
+    column = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    inside_k, inside_v = row < K_DIM, column < V_DIM
+    inside = inside_k[:, None] & inside_v[None, :]
+    decay, dt_bias = tl.load(decay_ptr + head), tl.load(dt_bias_ptr + head)
+    K_ROW: tl.constexpr = K_HEADS * K_DIM
+    ROW: tl.constexpr = 2 * K_ROW + V_HEADS * V_DIM
+    q_ptr = qkv + begin * ROW + k_head * K_DIM + row
+    v_ptr = qkv + begin * ROW + 2 * K_ROW + head * V_DIM + column
+    out_ptr += (begin * V_HEADS + head) * V_DIM + column
+    a_ptr += begin * a_stride + head
+    b_ptr += begin * b_stride + head
+    state += (slot * V_HEADS + head) * (K_DIM * V_DIM) + row[:, None] * V_DIM + column[None, :]
+    s = tl.load(state, mask=inside, other=0.0).to(tl.float32)
+    for i in range(count):
+        g = _log_decay(tl.load(a_ptr + i * a_stride), decay, dt_bias)
+        s, _, _, out = _advance_by_token(
+            s, q_ptr + i * ROW, v_ptr + i * ROW, g, tl.load(b_ptr + i * b_stride),
+            inside_k, inside_v, K_ROW, K_DIM, EPS,
+        )  # fmt: skip
+        out_at = out_ptr + i * (V_HEADS * V_DIM)
+        tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=inside_v)
+    tl.store(state, s.to(state.dtype.element_ty), mask=inside)
 
 
 @jit

@@ -19,6 +19,7 @@ from forerun.kernels.cpu.library import serves
 from forerun.kernels.linear_attention import causal_conv
 from forerun.kernels.linear_attention.gated_delta import (
     DeltaState,
+    add_update,
     apply_updates,
     update_block_v,
 )
@@ -181,5 +182,5 @@ def _replay_gated_delta(
         k = tl.load(k_kept + (2 * i + turn) * (K_HEADS * K_DIM), mask=inside_k, other=0.0)
         delta = tl.load(delta_kept + i * (V_HEADS * V_DIM), mask=inside_v, other=0.0)
         g = tl.load(g_kept + (2 * i + turn) * V_HEADS)
-        s = s * tl.exp(g) + k[:, None] * delta[None, :]
+        s = add_update(s * tl.exp(g), k, delta)
     tl.store(snapshots, s.to(snapshots.dtype.element_ty), mask=inside)
