@@ -322,3 +322,11 @@ def test_a_chain_is_that_of_the_served_mtp_layer(name: str, tmp_path: Path) -> N
         return Loop.over(run, layout, (config.mask,), config.model.num_heads, 1)
 
     check_chains(draft.model, target, new_loop, forward)
+
+
+def test_parts_are_even_where_they_can_be() -> None:
+    for count in range(1, 300):
+        for most in (1, 7, 64, 1000):
+            size = draft_module.even_part(count, most)
+            assert 1 <= size <= most and -(-count // size) < 2 * -(-count // most)
+    assert [draft_module.even_part(8192, 780), draft_module.even_part(127, 60)] == [512, 43]

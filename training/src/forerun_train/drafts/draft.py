@@ -59,6 +59,13 @@ class DraftVocabulary:
         return columns.clamp(min=0), valid & known
 
 
+def even_part(count: int, most: int) -> int:
+    """A size of parts, up to `most`, that divides `count`; or that leaves one smaller part."""
+    fewest = -(-count // min(most, count))
+    whole = (parts for parts in range(fewest, 2 * fewest) if not count % parts)
+    return -(-count // next(whole, fewest))
+
+
 class Draft(nn.Module, ABC):
     """A body that gives hidden states of blocks or chains, and a head that scores drafts.
 
@@ -112,7 +119,7 @@ class Draft(nn.Module, ABC):
         chunk = self.chunk(states, blocks, done)
         limit = CHUNK_LOGITS.get(hidden.device.type, CHUNK_LOGITS["cpu"])
         most = max(1, limit // (self.num_drafts * len(self.vocabulary.head)))
-        size = next(part for part in range(min(most, len(hidden)), 0, -1) if not len(hidden) % part)
+        size = even_part(len(hidden), most)
         loss = self.compiled.get("loss", self._chunk_loss)
         return chunked_loss(loss, self.head, hidden, chunk, size)
 

@@ -139,6 +139,19 @@ def _frequent(
 
 
 @dataclass
+class Clock:
+    """Seconds of training, those of earlier processes too."""
+
+    earlier: float = 0.0
+    started: float = field(default_factory=time.perf_counter)
+
+    @property
+    def seconds(self) -> float:
+        """So far."""
+        return self.earlier + time.perf_counter() - self.started
+
+
+@dataclass
 class Job:
     """A run from its first step to its last."""
 
@@ -147,7 +160,7 @@ class Job:
     target: FrozenTarget
     built: BuiltDraft
     data: Data
-    best: float = 0.0  # accept length
+    best: float = -1.0  # accept length
     progress: Progress = field(init=False)
 
     def __post_init__(self) -> None:
@@ -187,30 +200,46 @@ class Job:
         return StoredStream(open_store(plan, self.data.train()))
 
     def _steps(self, batches: Ahead) -> None:
-        progress, options = self.progress, self.options
-        before, started, window = progress.elapsed, time.perf_counter(), Window()
+        progress, options, window = self.progress, self.options, Window()
+        clock = Clock(progress.elapsed)
         while not progress.ended:
             host, position = batches.next()
             window.waited += batches.waited
             window.steps.append(self._trainer.step(host, progress.step, progress.done))
             progress.advance()
-            last = progress.ended
-            if last or progress.step % options.log_every == 0 or progress.step == WARM_STEPS:
+            if self._is_due(options.log_every) or progress.step == WARM_STEPS:
                 line = window.read()
-                elapsed = before + time.perf_counter() - started
-                self._fit(elapsed, line["seconds_per_step"])
+                self._fit(clock)
                 self._log.write(self._log_line(line))
-                last = progress.ended
-            if progress.step == WARM_STEPS and before == 0:
-                started = window.started = time.perf_counter()  # compiling is not training
-            if last or progress.step % options.validate_every == 0:
+            if progress.step == WARM_STEPS and not clock.earlier:
+                self._compile_validation()  # compiling is not training
+                clock = Clock()
+            validating, saving = (
+                self._is_due(every) for every in (options.validate_every, options.save_every)
+            )
+            if validating:
                 self._validate()
-            if last or progress.step % options.save_every == 0:
+            if saving:
                 self._save(position)
+            if validating or saving or progress.step == WARM_STEPS:
+                window.started = time.perf_counter()
 
-    def _fit(self, elapsed: float, seconds_per_step: float) -> None:
-        if self.progress.step > WARM_STEPS:
-            self.progress.fit(self.ranks.of_first(elapsed), self.ranks.of_first(seconds_per_step))
+    def _is_due(self, every: int) -> bool:
+        return self.progress.ended or self.progress.step % every == 0
+
+    def _fit(self, clock: Clock) -> None:
+        """Fits the schedule to the time that is left, at the pace so far."""
+        steps = self.progress.step - WARM_STEPS
+        if steps > 0:
+            elapsed = self.ranks.of_first(clock.seconds)
+            self.progress.fit(elapsed, elapsed / steps)
+
+    def _compile_validation(self) -> None:
+        """Runs one batch of validation data, where that compiles what it needs."""
+        if self.built.model.compiled:
+            options = self.options
+            arguments = self.target, self._scored[:1], options.anchors, options.seed
+            validate(self.built.model, *arguments)
 
     def _log_line(self, line: dict[str, Any]) -> dict[str, Any]:
         options, progress = self.options, self.progress
@@ -229,7 +258,13 @@ class Job:
     def _validation_batches(self) -> Sequence[Batch]:
         wanted = range(self.options.validation_batches)
         pairs = zip(wanted, self.data.validation(), strict=False)
-        return [Batch.of(batch, self.target.device) for _, batch in pairs]
+        whole = [Batch.of(batch, self.target.device) for _, batch in pairs]
+        size = self.options.micro_batch or len(whole[0].input_ids)
+        return [
+            batch.part(slice(first, first + size))
+            for batch in whole
+            for first in range(0, len(batch.input_ids), size)
+        ]
 
     def _validate(self) -> None:
         """Scores the draft, and exports it if it is the best so far."""
