@@ -140,7 +140,8 @@ class Scripted:
         service = Service(ServerSettings(**settings), self.engine, self._text)  # type: ignore[arg-type]
         self.service = service
         with patch.object(FastAPI, "openapi"):  # most of the time; made when it is asked for
-            transport = httpx.ASGITransport(build_app(service))
+            self.app = build_app(service)
+        transport = httpx.ASGITransport(self.app)
         self._http = httpx.AsyncClient(transport=transport, base_url="http://localhost")
         self._client = AsyncOpenAI(
             base_url="http://localhost/v1", api_key="none", http_client=self._http, max_retries=0

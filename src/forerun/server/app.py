@@ -1,4 +1,4 @@
-"""The FastAPI application: routes, middleware, and errors in OpenAI's shape."""
+"""The FastAPI application: routes, middleware, and errors."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from starlette.types import ASGIApp
 
 from forerun import __version__
 from forerun.core.errors import RequestError, nearest, shown
+from forerun.server.anthropic.errors import SpeakAnthropic
+from forerun.server.anthropic.messages import messages_router
 from forerun.server.http.access import names_in
 from forerun.server.http.auth import CheckAccess, RequireKey
 from forerun.server.http.errors import DOCUMENTED, ApiError
@@ -47,6 +49,7 @@ def build_app(service: Service) -> ASGIApp:
         completions_router(service),
         chat_router(service),
         responses_router(service),
+        messages_router(service),
         native_router(service),
         tokenize_router(service),
         control_router(service),
@@ -81,6 +84,7 @@ def _add_middleware(app: FastAPI, service: Service) -> None:
             expose_headers=("X-Request-Id", "Retry-After"),
         )
     app.add_middleware(CheckAccess, access=access)
+    app.add_middleware(SpeakAnthropic)
 
 
 def _add_error_handlers(app: FastAPI) -> None:

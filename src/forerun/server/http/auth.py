@@ -47,7 +47,8 @@ class CheckAccess:
 class RequireKey:
     """Middleware: every request but those of `OPEN_PATHS` needs `Authorization: Bearer KEY`.
 
-    The exchange learns whose it is. With an admin key only, the others need none.
+    Where there is no such header, `x-api-key: KEY` will do, which Anthropic's clients send. The
+    exchange learns whose it is. With an admin key only, the others need none.
     """
 
     def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
@@ -85,7 +86,10 @@ class RequireKey:
             usage.end()
 
     def _key(self, scope: Scope) -> ApiKey | None:
-        scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
+        headers = Headers(scope=scope)
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        if not scheme:
+            scheme, given = "bearer", headers.get("x-api-key", "")
         key = self._keys.find(given.strip().encode("latin-1"))  # whatever the scheme is
         return key if scheme.lower() == "bearer" else None
 
@@ -110,7 +114,8 @@ def _is_counted(scope: Scope) -> bool:
 def _refusal() -> ApiError:
     return ApiError(
         401,
-        "The API key is missing or wrong; send the header 'Authorization: Bearer KEY'.",
+        "The API key is missing or wrong; send the header 'Authorization: Bearer KEY' or"
+        " 'x-api-key: KEY'.",
         code="invalid_api_key",
         headers={"WWW-Authenticate": "Bearer"},
     )

@@ -1,8 +1,12 @@
-"""Errors of the HTTP API, in OpenAI's shape: {"error": {message, type, param, code}}."""
+"""Errors of the HTTP API, in OpenAI's shape: {"error": {message, type, param, code}}.
+
+A request may be answered in another API's shape, which `shape_of_errors` says.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 import msgspec
@@ -61,12 +65,24 @@ class ApiError(Exception):
         self.param, self.code, self.headers = param, code, dict(headers or {})
 
     def body(self) -> dict[str, Any]:
-        kind = TYPES.get(self.status, "server_error" if self.status >= 500 else TYPES[400])
-        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
-        return {"error": error}
+        """The answer, in the shape that this request's client reads."""
+        return shape_of_errors.get()(self)
 
     def response(self) -> Response:
         return json_response(self.body(), self.status, self.headers)
+
+
+def openai_shape(error: ApiError) -> dict[str, Any]:
+    """The body of an error for OpenAI's clients."""
+    kind = TYPES.get(error.status, "server_error" if error.status >= 500 else TYPES[400])
+    values = {"message": error.message, "type": kind, "param": error.param, "code": error.code}
+    return {"error": values}
+
+
+# Of the request that is being served.
+shape_of_errors: ContextVar[Callable[[ApiError], dict[str, Any]]] = ContextVar(
+    "shape_of_errors", default=openai_shape
+)
 
 
 class EngineUnavailable(ApiError):

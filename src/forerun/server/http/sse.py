@@ -37,6 +37,35 @@ def named_event(name: str, value: Any) -> bytes:
     return b"event: " + name.encode() + b"\n" + event(value)
 
 
+async def with_pings(
+    source: AsyncGenerator[bytes, None], ping: bytes, seconds: float
+) -> AsyncGenerator[bytes, None]:
+    """The events of a source, and `ping` whenever it has been silent for so many seconds."""
+    async with aclosing(source):
+        waiting: asyncio.Future[bytes | None] | None = None
+        try:
+            while True:
+                waiting = waiting or asyncio.ensure_future(_next(source))
+                await asyncio.wait({waiting}, timeout=seconds)
+                if not waiting.done():
+                    yield ping
+                    continue
+                data = waiting.result()
+                if data is None:
+                    return
+                waiting = None
+                yield data
+        finally:
+            if waiting is not None and not waiting.done():
+                waiting.cancel()
+                await asyncio.wait({waiting})
+
+
+async def _next(source: AsyncGenerator[bytes, None]) -> bytes | None:
+    """The next event; None at the end."""
+    return await anext(source, None)
+
+
 class EventStream(Response):
     """Server-sent events. An error becomes the last event; a client that leaves ends the source.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+
 from fastapi import APIRouter
 from starlette.responses import Response
 
@@ -18,7 +20,8 @@ def models_router(service: Service) -> APIRouter:
     @router.get("/v1/models")
     async def models() -> Response:
         """The one model that is served."""
-        return json_response({"object": "list", "data": [_card(service)]})
+        ends = {"first_id": service.model_name, "last_id": service.model_name, "has_more": False}
+        return json_response({"object": "list", "data": [_card(service)], **ends})
 
     @router.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
@@ -45,6 +48,7 @@ def check_model(service: Service, name: str | None) -> None:
 
 
 def _card(service: Service) -> dict[str, object]:
+    """The model, for OpenAI's clients and for Anthropic's."""
     return {
         "id": service.model_name,
         "object": "model",
@@ -52,4 +56,9 @@ def _card(service: Service) -> dict[str, object]:
         "owned_by": "forerun",
         "root": str(service.engine.model_path),
         "max_model_len": service.max_prompt_tokens,
+        "type": "model",
+        "display_name": service.model_name,
+        "created_at": datetime.fromtimestamp(service.created, UTC).isoformat(),
+        "lifecycle": "active",
+        "max_input_tokens": service.max_prompt_tokens,
     }

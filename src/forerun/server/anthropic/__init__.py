@@ -1,0 +1,1 @@
+"""Endpoints with the shapes of Anthropic's Messages API."""
