@@ -18,6 +18,7 @@ Seen = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 AttentionMask = BlockMask | Tensor  # for flex_attention; or bool [B, 1, Q, K]
 
 _flex: Any = torch.compile(flex_attention, dynamic=False)
+_blocks: Any = torch.compile(create_block_mask, dynamic=False)
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,8 @@ def make_mask(seen: Seen, shape: MaskShape) -> AttentionMask:
     """The mask of a function: of blocks on a GPU, dense elsewhere."""
     if shape.device.type == "cuda":
         sizes = shape.batch, None, shape.queries, shape.keys
-        return create_block_mask(seen, *sizes, device=shape.device, _compile=True)
+        made: BlockMask = _blocks(seen, *sizes, device=shape.device)
+        return made
     index = torch.arange(max(shape.batch, shape.queries, shape.keys), device=shape.device)
     batch = index[: shape.batch].view(-1, 1, 1, 1)
     query, key = index[: shape.queries].view(1, 1, -1, 1), index[: shape.keys].view(1, 1, 1, -1)
