@@ -42,6 +42,29 @@ _DELTA = {
     "full_attention_interval": 4,
 }
 FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
+    "gpt-oss": {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "intermediate_size": 512,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "sliding_window": 128,
+        "attention_bias": True,
+        "swiglu_limit": 7.0,
+    },
+    "gemma2": {
+        "architectures": ["Gemma2ForCausalLM"],
+        "model_type": "gemma2",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_act": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 64,
+        "sliding_window": 64,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "tie_word_embeddings": True,
+    },
+    "olmo2": {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"},
     "qwen3-moe": {
         **_EXPERTS,
         "architectures": ["Qwen3MoeForCausalLM"],
@@ -128,8 +151,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def write(folder: Path, name: str) -> str:
-    (folder / "config.json").write_text(json.dumps({**_COMMON, **FAMILIES[name]}))
+def write(folder: Path, name: str, **more: Any) -> str:
+    (folder / "config.json").write_text(json.dumps({**_COMMON, **FAMILIES[name], **more}))
     return str(folder)
 
 
@@ -137,12 +160,40 @@ def write(folder: Path, name: str) -> str:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_bits_of_a_family(name: str, tmp_path: Path) -> None:
     """Prompts up to 150 tokens in one pass, so that both ranges of expert kernels run."""
+    hold(write(tmp_path, name))
+
+
+def hold(model_path: str, **settings: Any) -> None:
     report = hold_bits(
         Sizes(requests=12, tokens=160),
-        model_path=write(tmp_path, name),
+        model_path=model_path,
         load_format="dummy_normal",
         device="cuda",
         dtype="bfloat16",
         enable_deterministic_inference=True,
+        **settings,
     )
     assert all(way["refused"] is None for way in report["ways"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-moe", "deepseek-v2"])
+def test_bits_of_weights_in_fp8(name: str, tmp_path: Path) -> None:
+    hold(write(tmp_path, name), quantization="fp8")
+
+
+FP8_BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("name", "quantized"),
+    [("qwen3", FP8_BLOCKS), ("qwen3-moe", FP8_BLOCKS), ("qwen3", GPTQ), ("gpt-oss", MXFP4)],
+    ids=["fp8", "fp8 experts", "gptq", "mxfp4"],
+)
+def test_bits_of_quantized_checkpoints(
+    name: str, quantized: dict[str, Any], tmp_path: Path
+) -> None:
+    hold(write(tmp_path, name, quantization_config=quantized))

@@ -11,7 +11,7 @@ from torch import Tensor
 from forerun.kernels.moe.config import (
     MAX_DECODE_TOKENS,
     choose_moe,
-    experts_have_fixed_order,
+    experts_need_blocks,
 )
 from forerun.kernels.moe.experts import combine, expert_partials_ref
 from forerun.kernels.moe.router import new_counts, route
@@ -70,13 +70,14 @@ def test_tiles_change_on_hopper_only(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(nvrtc, "available", lambda: False)
         tilings = {choose_moe(tokens, gpu, fixed_order=True) for tokens in COUNTS}
         assert len(tilings) == 1
-        assert experts_have_fixed_order(2080, 776, gpu)
+        assert not experts_need_blocks(2080, 776, False, gpu)
     monkeypatch.setattr(nvrtc, "available", lambda: True)
     for tokens in COUNTS:
         assert choose_moe(tokens, H200, fixed_order=True) == choose_moe(tokens, H200)
-    assert experts_have_fixed_order(2048, 768, H200)
-    assert not experts_have_fixed_order(2080, 768, H200)
-    assert not experts_have_fixed_order(2048, 776, H200)
+    assert not experts_need_blocks(2048, 768, True, H200)
+    assert experts_need_blocks(2048, 768, False, H200)  # quantized, or another activation
+    assert experts_need_blocks(2080, 768, True, H200)
+    assert experts_need_blocks(2048, 776, True, H200)
 
 
 @pytest.mark.parametrize("tokens", [3, MAX_DECODE_TOKENS + 3])
@@ -107,6 +108,21 @@ def test_a_layer_against_the_definition(tokens: int, gated: bool, device: torch.
     partials = moe.partials(x.to(device))
     assert partials.dtype == torch.float32
     torch.testing.assert_close(partials.sum(0).cpu(), want, rtol=1e-4, atol=1e-4)
+
+
+def test_blocks_of_tokens_are_computed_one_after_another(device: torch.device) -> None:
+    place = WeightPlacement(torch.float32, device)
+    moe = SparseMoE(64, 24, Routing(6, 3), place)
+    generator = torch.Generator().manual_seed(0)
+    for view in moe.weights().values():
+        view.copy_(torch.randn(view.shape, generator=generator) * 0.2)
+    moe.gate.prepare()
+    moe.experts.prepare()
+    x = torch.randn(MAX_DECODE_TOKENS + 5, 64, generator=generator).to(device)
+    assert not moe.experts.in_blocks
+    want = moe(x).result()
+    moe.experts.in_blocks = True
+    torch.testing.assert_close(moe(x).result(), want, rtol=1e-4, atol=1e-4)
 
 
 # --- on a GPU -------------------------------------------------------------------------------------

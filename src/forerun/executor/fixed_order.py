@@ -11,11 +11,9 @@ from forerun.config.engine_config import EngineConfig
 from forerun.core.errors import ConfigError
 from forerun.executor.attention_setup import AttentionSetup
 from forerun.kernels.cpu import library
-from forerun.kernels.moe.config import experts_have_fixed_order
-from forerun.kernels.runtime.gpu import GpuInfo, gpu_of
+from forerun.kernels.moe.experts import GELU_TANH
 from forerun.layers.moe import Experts
 from forerun.models.base import CausalLM
-from forerun.models.formats.registry import weight_format
 from forerun.models.registry import TRANSFORMERS
 from forerun.platform.device import dtype_name
 
@@ -35,10 +33,7 @@ def has_fixed_order(
     if not config.enable_deterministic_inference:
         return False
     on_gpu = device.type == "cuda"
-    if on_gpu:
-        reasons = missing_on_gpu(config, model, dtype, gpu_of(device))
-    else:
-        reasons = _missing_on_cpu(config)
+    reasons = _missing_on_gpu(config, model, dtype) if on_gpu else _missing_on_cpu(config)
     if reasons:
         where = "GPU" if on_gpu else "CPU"
         raise ConfigError(
@@ -66,25 +61,15 @@ def _missing_on_cpu(config: EngineConfig) -> list[str]:
     return missing + [f"{what}: no fixed order of sums yet" for wanted, what in asked if wanted]
 
 
-def missing_on_gpu(
-    config: EngineConfig, model: CausalLM, dtype: torch.dtype, gpu: GpuInfo
-) -> list[str]:
+def _missing_on_gpu(config: EngineConfig, model: CausalLM, dtype: torch.dtype) -> list[str]:
     """What has no kernels whose sums have one order."""
-    experts = list(model.modules(Experts))
-    stored = weight_format(model.config) is not None
     asked = (
         (config.model_impl == TRANSFORMERS, "model_impl transformers"),
         (config.tp_size > 1, "sums across ranks (tp_size)"),
-        (config.quantization is not None, f"GEMMs of {config.quantization} weights"),
-        (stored, "GEMMs of quantized checkpoints"),
         (dtype != torch.bfloat16, f"GEMMs of {dtype_name(dtype)} weights"),
         (
-            any(each.activation is not None for each in experts),
-            "experts with biases or another activation than SiLU",
-        ),
-        (
-            not all(experts_have_fixed_order(*each.sizes, gpu) for each in experts),
-            "experts of this hidden size and width (on Hopper both must be multiples of 64)",
+            any(each.activation is GELU_TANH for each in model.modules(Experts)),
+            "experts with GELU",
         ),
         (config.mamba_ssm_dtype != "float32", f"mamba_ssm_dtype {config.mamba_ssm_dtype}"),
     )

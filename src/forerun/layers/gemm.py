@@ -21,6 +21,7 @@ AVX2 cores, all matrices of an 8M-parameter model, 1 / 16 / 80 tokens: `F.linear
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -111,6 +112,10 @@ class Gemm(ABC):
         last step.
         """
         return norm.add(self(x), residual)
+
+    def in_fixed_order(self) -> Gemm | None:
+        """The same weight with one order of sums for any number of tokens; None: it has none."""
+        return None
 
     def split_k_partials(self, x: Tensor, free_smem: int = 0) -> Tensor | None:
         """Partials [S, T, out] float32, if the norm that follows is to add them up.
@@ -310,6 +315,47 @@ class FixedOrderGemm(Gemm):
         n, k = self.weight.weight.shape
         gpu = gpu_of(self.weight.weight.device)
         return choose_fixed_order_gemm(n, k, num_tokens, gpu, partials)
+
+
+class BlockwiseGemm(Gemm):
+    """Kernels that have one order of sums for few tokens alone, for any number: block by block.
+
+    Each block of tokens reads the weight again. No norm is deferred and no partials are left.
+    """
+
+    packs_weight = True
+
+    def __init__(self, few: Gemm, max_tokens: int) -> None:
+        """`few`: of 1 to `max_tokens` tokens a token's result does not depend on how many."""
+        self._few, self._max_tokens = few, max_tokens
+
+    def describe_quantized(self) -> str | None:
+        said = self._few.describe_quantized()
+        return None if said is None else f"{said}; {self._max_tokens} tokens at a time"
+
+    def __call__(self, x: Tensor | DeferredNorm) -> Tensor:
+        return self._each(self._few, x)
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, norm: RMSNorm, reader: Gemm | None
+    ) -> tuple[Tensor | DeferredNorm, Tensor]:
+        pairs = zip(x.split(self._max_tokens), residual.split(self._max_tokens), strict=True)
+        done = [self._few.add_rms_norm(*pair, norm, None) for pair in pairs]
+        if len(done) == 1:
+            return done[0]
+        return torch.cat([whole(normed) for normed, _ in done]), torch.cat(
+            [total for _, total in done]
+        )
+
+    def silu_and_mul(self, x: Tensor | DeferredNorm) -> Tensor:
+        return self._each(self._few.silu_and_mul, x)
+
+    def argmax(self, x: Tensor) -> Tensor:
+        return self._each(self._few.argmax, x)
+
+    def _each(self, function: Callable[[Tensor], Tensor], x: Tensor | DeferredNorm) -> Tensor:
+        outs = [function(part) for part in whole(x).split(self._max_tokens)]
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
 def gemm_for(

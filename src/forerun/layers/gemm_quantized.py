@@ -19,7 +19,7 @@ from forerun.kernels.elementwise.quantize_fp8 import (
     interleave,
     quantize_tokens,
 )
-from forerun.kernels.gemm.config import GemmConfig, TritonGemmConfig
+from forerun.kernels.gemm.config import GemmConfig, Sm90Fp8GemmConfig, TritonGemmConfig
 from forerun.kernels.gemm.dispatch import MAX_FP8_M, choose_fp8_gemm, fp8_sm90_serves
 from forerun.kernels.gemm.gemm import DeferredNorm, GemmWeight
 from forerun.kernels.gemm.gemm_int4 import MAX_M as MAX_INT4_M
@@ -29,7 +29,7 @@ from forerun.kernels.gemm.int4 import Int4Weight
 from forerun.kernels.gemm.quantized import Fp8Weight
 from forerun.kernels.runtime.gpu import gpu_of
 from forerun.kernels.sampling.argmax import argmax
-from forerun.layers.gemm import Gemm, SkinnyGemm, whole
+from forerun.layers.gemm import BlockwiseGemm, Gemm, SkinnyGemm, whole
 from forerun.layers.norm import RMSNorm
 
 
@@ -54,6 +54,11 @@ class Fp8Gemm(SkinnyGemm):
         language = "Triton" if isinstance(self._config(1), TritonGemmConfig) else "CUDA C++"
         few = f"up to {MAX_FP8_M} tokens W8A16 in {language}, more " if self._config(1) else ""
         return f"fp8: {few}{self._library.describe_quantized()}"
+
+    def in_fixed_order(self) -> Gemm | None:
+        """Blocks of tokens on Hopper, whose kernel splits K by the shape alone; else None."""
+        serves = isinstance(self._config(1), Sm90Fp8GemmConfig)
+        return BlockwiseGemm(self, MAX_FP8_M) if serves else None
 
     def _config(self, num_tokens: int, partials: bool = False) -> GemmConfig | None:
         (n, k), gpu = self.weight.weight.shape, gpu_of(self.weight.weight.device)
@@ -119,6 +124,14 @@ class Int4Gemm(Gemm):
 
     def silu_and_mul(self, x: Tensor | DeferredNorm) -> Tensor:
         return gemm_int4(whole(x), self.weight, silu_mul=True)
+
+    def in_fixed_order(self) -> Gemm | None:
+        """Blocks of tokens on Hopper, whose kernel divides K by the shape alone; else None."""
+        gpu, bfloat16 = gpu_of(self.weight.packed.device), torch.bfloat16
+        forms = (
+            choose_int4_sm90(*self.weight.shape, silu, gpu, bfloat16) for silu in (False, True)
+        )
+        return BlockwiseGemm(self, MAX_INT4_M) if all(forms) else None
 
     def describe_quantized(self) -> str:
         packed, bfloat16 = self.weight.packed, torch.bfloat16

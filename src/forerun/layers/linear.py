@@ -169,8 +169,12 @@ class LinearBase(Module):
     def prepare(self) -> None:
         if self.quantized is not None:
             weight, dtype = self.quantized, self.weight.dtype
-            kept = self._method.gemm(weight, self.bias, dtype)
-            self.gemm = kept or gemm_for(weight.dequantize().to(dtype), self.bias)
+            kept, fixed = self._method.gemm(weight, self.bias, dtype), self._fixed_order
+            if kept is not None and fixed and weight.device.type == "cuda":
+                kept = kept.in_fixed_order()
+            if kept is None:
+                kept = gemm_for(weight.dequantize().to(dtype), self.bias, fixed_order=fixed)
+            self.gemm = kept
             self.quantized_gemm = self.gemm.describe_quantized() or "dequantized when loaded"
             self.quantized = None
             return

@@ -13,7 +13,7 @@ them, but in a fixed order, where a token's sum must not depend on how many ther
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from operator import itemgetter
 from typing import ClassVar
@@ -27,6 +27,11 @@ from forerun.kernels.cpu import gemm as cpu
 from forerun.kernels.gemm.gemm import DeferredNorm
 from forerun.kernels.gemm.quantized import QuantizedWeight
 from forerun.kernels.moe.align import of_experts
+from forerun.kernels.moe.config import (
+    MAX_DECODE_TOKENS,
+    experts_need_blocks,
+    packs_in_fixed_order,
+)
 from forerun.kernels.moe.experts import ExpertActivation, combine, expert_partials
 from forerun.kernels.moe.gated_output import GatedOutput
 from forerun.kernels.moe.router import new_counts, route
@@ -189,6 +194,8 @@ class Experts(Module):
         self._quantized: tuple[QuantizedWeight, ...] = ()
         self._packed: PackedExperts | None = None
         self._shared_gate_up: list[Gemm] = []
+        self._fixed_order = place.fixed_order
+        self.in_blocks = False  # in a fixed order: see `by_blocks`
 
     def _part(self, num_experts: int, place: WeightPlacement) -> range:
         ep_size = place.ep_size
@@ -202,11 +209,6 @@ class Experts(Module):
         each = num_experts // ep_size
         first = place.comm.rank * ep_size // place.comm.size * each
         return range(first, first + each)
-
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """Hidden size, and columns of an expert on this rank."""
-        return self._hidden_size, self.width
 
     @property
     def can_be_fused(self) -> bool:
@@ -326,7 +328,8 @@ class Experts(Module):
         if self._quantized:
             (w13, w2), dtype = self._quantized, self.w13.dtype
             self._quantized = ()
-            self._packed = self._method.pack_experts(w13, w2, self.num_experts, dtype)
+            if not self._fixed_on_gpu or packs_in_fixed_order(gpu_of(self.device)):
+                self._packed = self._method.pack_experts(w13, w2, self.num_experts, dtype)
             if self._packed is None:
                 self.w13, self.w2 = (_dequantize_stack(w, dtype) for w in (w13, w2))
             self.quantized_gemm = (
@@ -336,6 +339,13 @@ class Experts(Module):
             self._packed = pack_cpu_experts(self.w13, self.w2, self.activation)
             self.w13, self.w2 = (w.new_empty(0, *w.shape[1:]) for w in (self.w13, self.w2))
         self._shared_gate_up = [plain_gemm_for(w13) for w13 in self.w13[self.num_experts :]]
+        if self._fixed_on_gpu:
+            plain, gpu = self._packed is None and self.activation is None, gpu_of(self.device)
+            self.in_blocks = experts_need_blocks(self._hidden_size, self.width, plain, gpu)
+
+    @property
+    def _fixed_on_gpu(self) -> bool:
+        return self._fixed_order and self.device.type == "cuda"
 
     def routed_here(self, routed: Routed | RouterLogits) -> Routed:
         """Returns it with the choices that are this rank's experts."""
@@ -554,7 +564,19 @@ class PendingExperts(Pending):
 
     def _partials(self) -> Tensor:
         """[k, T, H], of this rank."""
-        return self._moe.partials(self._x, self._logits)
+        x, logits = self._x, self._logits
+        return by_blocks(self._moe.experts, x, lambda part: self._moe.partials(part, logits))
+
+
+def by_blocks(experts: Experts, x: Tensor, partials: Callable[[Tensor], Tensor]) -> Tensor:
+    """The partials [k, T, H] of x [T, H].
+
+    Kernels that have one order of sums up to `MAX_DECODE_TOKENS` tokens alone take more of them in
+    blocks of so many, each of which reads the weights again.
+    """
+    if not experts.in_blocks or len(x) <= MAX_DECODE_TOKENS:
+        return partials(x)
+    return torch.cat([partials(part) for part in x.split(MAX_DECODE_TOKENS)], 1)
 
 
 def choose_expert_layout(model: Module, names: Iterable[str]) -> None:

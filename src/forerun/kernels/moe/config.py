@@ -185,14 +185,20 @@ def router_sm90_smem_bytes(num_tokens: int, num_experts: int, top_k: int, slice:
     return partials + x_bytes + lists
 
 
-def experts_have_fixed_order(hidden: int, width: int, gpu: GpuInfo) -> bool:
-    """Whether experts (bfloat16, SiLU) have one order of sums for any number of tokens.
+def packs_in_fixed_order(gpu: GpuInfo) -> bool:
+    """Whether quantized experts are kept so in a fixed order; elsewhere they are dequantized."""
+    return _hopper_with_nvrtc(gpu)
 
-    On Hopper, that of its kernel for few tokens.
+
+def experts_need_blocks(hidden: int, width: int, plain: bool, gpu: GpuInfo) -> bool:
+    """Whether in a fixed order more than `MAX_DECODE_TOKENS` tokens go in blocks of so many.
+
+    On Hopper; but `plain` experts (bfloat16, SiLU) of a size that its kernel serves need none. On
+    other GPUs one tiling serves any number.
     """
     if not _hopper_with_nvrtc(gpu):
-        return True
-    return choose_moe_sm90(1, hidden, width, torch.bfloat16, gpu) is not None
+        return False
+    return not plain or choose_moe_sm90(1, hidden, width, torch.bfloat16, gpu) is None
 
 
 def _hopper_with_nvrtc(gpu: GpuInfo) -> bool:
