@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from forerun.attention.base import AttentionBatch, AttentionContext, LayerMask, Mask
+from forerun.core.errors import ConfigError
 from forerun.models.dflash import DFlashDraft, load_dflash
 from forerun.models.eagle3 import load_eagle3
 from forerun.models.heads.base import Block
@@ -29,6 +31,7 @@ from forerun_train.masks import BlockPlaces, MaskShape, attend, blocks_after_con
 from forerun_train.objectives import PositionWeights
 from forerun_train.trainer.distributed import whole_parameters
 from forerun_train.trainer.options import TrainOptions
+from forerun_train.trainer.validation import walk
 from tests.models.support import CPU, CPU_F32, Loop, family, save
 from tests.train.packed import packed
 
@@ -330,3 +333,72 @@ def test_parts_are_even_where_they_can_be() -> None:
             size = draft_module.even_part(count, most)
             assert 1 <= size <= most and -(-count // size) < 2 * -(-count // most)
     assert [draft_module.even_part(8192, 780), draft_module.even_part(127, 60)] == [512, 43]
+
+
+def test_a_walk_is_that_of_serving() -> None:
+    """Ten tokens are labels, the first comes with the prompt, and steps accept 2, 0, 9 drafts."""
+    able = np.zeros((1, 14), dtype=bool)
+    able[0, 2:12] = True
+    right = np.zeros((1, 14), dtype=np.int64)
+    right[0, [2, 3, 4, 6, 7]] = 5, 2, 7, 0, 9
+    tokens, steps, *reached = walk(right, able, 10)
+    assert (tokens, steps) == (3 + 1 + 5, 3)  # nine after the first; the last step is cut short
+    assert reached == [2, 2, 1, 1, 0, 0, 0, 0, 0, 0]
+
+
+def test_training_goes_on_from_an_exported_draft(target: FrozenTarget, tmp_path: Path) -> None:
+    for kind in ("dflash", "dspark", "dflash2", "domino", "eagle3", "mtp"):
+        given = {"head_rank": 12, "selector_top_k": 6, "target_layer_ids": (0, 1, 2)}
+        first = built(target, kind, **given)
+        folder = exported(first, tmp_path / kind)
+        options = options_of(kind, **given, initial_draft=str(folder), seed=9)
+        second = build_draft(options, target, VOCAB - 1)
+        kept = dict(second.model.named_parameters())
+        for name, value in first.model.named_parameters():
+            assert torch.equal(kept[name], value), name
+    expected = "initial_draft has block_size 5, this run 7"
+    with pytest.raises(ConfigError, match=expected):
+        build_draft(
+            options_of("dflash", block_size=7, initial_draft=str(tmp_path / "dflash")), target, 0
+        )
+    with pytest.raises(ConfigError, match="initial_draft has kind 'dspark', this run 'dflash'"):
+        build_draft(options_of("dflash", initial_draft=str(tmp_path / "dspark")), target, 0)
+    with pytest.raises(ConfigError, match=r"initial_draft .* has no config.json"):
+        build_draft(options_of("dflash", initial_draft=str(tmp_path)), target, 0)
+
+
+CANNOT = {
+    "gpt-oss": "its attention has sinks or caps its scores",
+    "qwen3-next": "it has recurrent layers",
+    "deepseek-v2-lite": "not all of its layers keep K and V per head",
+}
+
+
+@pytest.mark.parametrize("name", CANNOT)
+def test_targets_whose_states_cannot_be_captured(name: str, tmp_path: Path) -> None:
+    folder = save(family(name), tmp_path)
+    with pytest.raises(ConfigError, match=f"cannot be captured for training: {CANNOT[name]}. Take"):
+        load_frozen_target(str(folder), torch.float32, CPU, 64)
+
+
+@pytest.mark.parametrize(
+    "preset, given, message",
+    [
+        (None, {"kind": "medusa"}, "kind 'medusa' is not known; one of: dflash, dspark"),
+        ("tiny", {}, "preset 'tiny' is not known; one of: smoke, small, base"),
+        ("smoke", {"block_size": 300}, "block_size 300 is larger than seq_len 256: no block fits"),
+        ("smoke", {"seq_len": 0}, "seq_len must be at least 16, got 0"),
+        ("smoke", {"validation_share": 1.0}, "validation_share must lie between 0 and 1, got 1"),
+        ("smoke", {"logs": ("paper",)}, "logs 'paper' is not known; one of: jsonl, tensorboard"),
+        ("smoke", {"ce_weight": 0.0}, "ce_weight, kl_weight and l1_weight are all 0"),
+    ],
+)
+def test_options_that_are_refused(preset: str | None, given: dict[str, Any], message: str) -> None:
+    whole = {"kind": "dflash", "target": "t", "data": "d", "output": "o"}
+    with pytest.raises(ConfigError, match=message):
+        TrainOptions.of(preset, whole | given)
+
+
+def test_options_that_are_missing() -> None:
+    with pytest.raises(ConfigError, match="target, data must be given"):
+        TrainOptions.of("smoke", {"kind": "dflash", "output": "o"})

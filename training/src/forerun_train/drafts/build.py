@@ -13,11 +13,14 @@ from torch import Tensor
 
 from forerun.config.json_files import read_json
 from forerun.config.model_config import ModelConfig
-from forerun.core.errors import ConfigError
+from forerun.core.errors import ConfigError, shown
 from forerun.models.decoder_layer import PreNormDecoderLayer
-from forerun.models.dflash_config import parse_dflash_config
+from forerun.models.dflash_config import DFlashConfig, parse_dflash_config
 from forerun.models.draft_base import OFFSETS, OWN_HEAD
 from forerun.models.eagle3_config import parse_eagle3_config
+from forerun.models.heads.gru import DominoConfig
+from forerun.models.heads.markov import MarkovConfig
+from forerun.models.heads.selector import SelectorConfig
 from forerun.models.llama import LlamaDecoderLayer
 from forerun.models.qwen2 import Qwen2DecoderLayer
 from forerun.models.qwen3 import Qwen3DecoderLayer
@@ -145,6 +148,7 @@ def _dflash(request: Request) -> BuiltDraft:
     else:
         raw = _initial_config(Path(options.initial_draft))
     config = parse_dflash_config(raw, "the draft's config")
+    _check_fits(config, options, request)
     positions = options.seq_len + config.block_size
     body = DFlashBody(config, positions, options.activation_checkpointing)
     sizes = HeadSizes(config.hidden_size, config.vocab_size, config.draft_vocab_size)
@@ -174,6 +178,35 @@ def _mtp(request: Request) -> BuiltDraft:
     chain = (target.num_layers - 1,), options.block_size - 1  # the final state is what it reads
     model = ChainDraft(body, head, request.vocabulary, request.objective(head), chain)
     return BuiltDraft(model, raw, mtp_prefix(target))
+
+
+def _check_fits(config: DFlashConfig, options: TrainOptions, request: Request) -> None:
+    """
+    Raises:
+        ConfigError: the draft to begin with is of another target, kind or block.
+    """
+    target, mask = request.target.config, config.mask_token_id
+    wanted = {
+        "vocab_size": (config.vocab_size, target.vocab_size),
+        "target_hidden_size": (config.target_hidden_size, target.hidden_size),
+        "num_target_layers": (config.num_target_layers or target.num_layers, target.num_layers),
+        "block_size": (config.block_size, options.block_size),
+        "draft_vocab_size": (config.draft_vocab_size, len(request.vocabulary.head)),
+        "kind": (_kind_of(config), options.kind),
+    }
+    for name, (has, needs) in wanted.items():
+        if has != needs:
+            raise ConfigError(f"initial_draft has {name} {shown(has)}, this run {shown(needs)}.")
+    if mask is None:
+        raise ConfigError("initial_draft names its mask by text; give it as mask_token_id.")
+
+
+def _kind_of(config: DFlashConfig) -> str:
+    """The kind of draft, as `KINDS` has it."""
+    names = {MarkovConfig: "dspark", DominoConfig: "domino", SelectorConfig: "dflash2"}
+    if config.head is None:
+        return "dflash"
+    return names.get(type(config.head), config.head.files.name)
 
 
 def family_of(target: ModelConfig) -> Family:

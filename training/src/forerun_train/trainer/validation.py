@@ -92,7 +92,9 @@ def _all_places(able: Tensor, count: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def walk(right: np.ndarray, able: np.ndarray, drafts: int) -> np.ndarray:
-    """Walks through every run of supervised tokens.
+    """Walks through every run of supervised tokens, as serving does.
+
+    The first token of an answer comes with the prompt, so no step begins at the prompt's last one.
 
     Args:
         right: [B, T] int, leading right drafts of a block that begins here.
@@ -104,7 +106,8 @@ def walk(right: np.ndarray, able: np.ndarray, drafts: int) -> np.ndarray:
     out = np.zeros(2 + drafts)
     for row, places in zip(right, able, strict=True):
         edges = np.flatnonzero(np.diff(places.astype(np.int8), prepend=0, append=0))
-        for at, end in edges.reshape(-1, 2):
+        for first, end in edges.reshape(-1, 2):
+            at = first + 1
             while at < end:
                 kept = min(int(row[at]) + 1, int(end - at))
                 out[:2] += kept, 1
