@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,11 @@ from forerun_train.drafts.blocks import blocks_at, can_anchor, sample_anchors
 from forerun_train.drafts.build import BuiltDraft, build_draft
 from forerun_train.drafts.draft import Draft
 from forerun_train.drafts.heads import LMHead, MarkovHead
+from forerun_train.drafts.speculators import (
+    check_kind,
+    speculators_config,
+    speculators_tensors,
+)
 from forerun_train.export import export_draft
 from forerun_train.hidden_states import FrozenTarget, load_frozen_target
 from forerun_train.masks import BlockPlaces, MaskShape, attend, blocks_after_context, make_mask
@@ -402,3 +408,41 @@ def test_options_that_are_refused(preset: str | None, given: dict[str, Any], mes
 def test_options_that_are_missing() -> None:
     with pytest.raises(ConfigError, match="target, data must be given"):
         TrainOptions.of("smoke", {"kind": "dflash", "output": "o"})
+
+
+@pytest.mark.parametrize("name", [name for name in HEADS if name != "domino"])
+@pytest.mark.parametrize("pruned", [False, True])
+def test_both_layouts_are_read_alike(
+    name: str, pruned: bool, target: FrozenTarget, tmp_path: Path
+) -> None:
+    if pruned and name == "dflash2":
+        pytest.skip("its head has no pruned vocabulary")
+    kind, ids = name.partition("-")[0], torch.arange(10, 70) if pruned else None
+    draft = built(target, kind, ids=ids, **HEADS[name])
+    export_draft(
+        tmp_path / "s",
+        speculators_config(kind, draft.raw, target.config, "org/target"),
+        speculators_tensors(draft.stored(whole_parameters(draft.model))),
+        torch.float32,
+    )
+    ours = served(draft, target, tmp_path / "z")
+    other = load_dflash(tmp_path / "s", CPU_F32, 64, target.model)
+    assert replace(other.config, model=ours.config.model, num_target_layers=3) == ours.config
+    weights, others = ours.weights(), other.weights()
+    assert weights.keys() == others.keys()
+    assert all(torch.equal(others[each], weights[each]) for each in weights)
+
+
+def test_eagle3_in_both_layouts(target: FrozenTarget, tmp_path: Path) -> None:
+    draft = built(target, "eagle3", target_layer_ids=(0, 1, 2), ids=torch.arange(10, 70))
+    config = speculators_config("eagle3", draft.raw, target.config, "org/target")
+    tensors = speculators_tensors(draft.stored(whole_parameters(draft.model)))
+    export_draft(tmp_path / "s", config, tensors, torch.float32)
+    ours = load_eagle3(exported(draft, tmp_path / "z"), CPU_F32, 64, target.model)
+    other = load_eagle3(tmp_path / "s", CPU_F32, 64, target.model)
+    assert other.config.aux_layer_ids == ours.config.aux_layer_ids
+    assert other.target_token_ids.tolist() == ours.target_token_ids.tolist()
+    for one, two in zip(ours.weights().values(), other.weights().values(), strict=True):
+        assert torch.equal(one, two)
+    with pytest.raises(ConfigError, match="layout speculators has no domino drafts; known"):
+        check_kind("domino")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -201,3 +202,15 @@ def test_stored_hidden_states_need_room(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(hidden_store.shutil, "disk_usage", lambda folder: usage)
     with pytest.raises(ConfigError, match=r"8 batches take about 0.01 GiB .* too little. Lower"):
         run(options(tmp_path / "a", hidden_states=str(tmp_path / "states")), word_problems)
+
+
+def test_a_loss_that_is_no_number_ends_the_run(tmp_path: Path) -> None:
+    """What was saved before it stays."""
+    given = {"learning_rate": 1e30, "warmup": 0.0, "save_every": 1, "clip": 0.0}
+    with pytest.raises(ConfigError, match=r"The loss is .* before step \d; .* Lower learning_rate"):
+        run(options(tmp_path, **given), word_problems)
+    newest = Checkpoints(tmp_path, None).newest()  # type: ignore[arg-type]
+    assert newest is not None
+    losses_so_far = losses(tmp_path)
+    assert all(math.isfinite(loss) for loss, _ in losses_so_far.values())
+    assert read_state(newest)["step"] == max(losses_so_far)

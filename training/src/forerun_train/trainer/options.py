@@ -36,6 +36,7 @@ class TrainOptions:
     draft_vocab_size: int | None = setting(
         None, "keep only the most frequent tokens of the data in the draft's LM head"
     )
+    layout: str = setting("z-lab", "of the exported files: z-lab or speculators (vLLM's)")
     initial_draft: str | None = setting(None, "start from the weights of this exported draft")
     head_rank: int = setting(256, "rank of a DSpark or DFlash2 head, sizes of a Domino head")
     markov_head_type: str = setting("vanilla", "DSpark: vanilla, gated or rnn")
@@ -148,6 +149,7 @@ def _list(names: tuple[str, ...]) -> str:
 LOGS = ("jsonl", "tensorboard")
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "kind": KINDS,
+    "layout": ("z-lab", "speculators"),
     "optimizer": ("adamw", "muon"),
     "device": ("auto", "cuda", "cpu"),
     "dtype": ("auto", "bfloat16", "float32"),
@@ -163,7 +165,7 @@ LEAST: Mapping[str, float] = {
 }  # fmt: skip
 
 # A resumed run may differ in these.
-FREE = ("output", "resume", "log_every", "validate_every", "save_every", "logs", "view")
+FREE = ("output", "resume", "layout", "log_every", "validate_every", "save_every", "logs", "view")
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     # Minutes on a CPU, with the bundled target.

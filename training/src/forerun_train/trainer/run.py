@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,11 @@ from forerun.models.tokenizer import load_tokenizer
 from forerun_train.batch import Batch
 from forerun_train.drafts.build import BuiltDraft, build_draft
 from forerun_train.drafts.mask_token import choose_mask_token
+from forerun_train.drafts.speculators import (
+    check_kind,
+    speculators_config,
+    speculators_tensors,
+)
 from forerun_train.export import export_draft
 from forerun_train.hidden_states import FrozenTarget, load_frozen_target
 from forerun_train.hidden_store import StoredStream, StorePlan, open_store
@@ -54,6 +60,8 @@ def run(options: TrainOptions, open_data: OpenData | None = None) -> Path:
         ConfigError: whatever cannot be done, before it starts.
     """
     options.check()
+    if options.layout == "speculators":
+        check_kind(options.kind)
     output = Path(options.output)
     with joined_ranks(options.device, options.batch_size) as ranks:
         checkpoint = _resumed(options, Checkpoints(output, ranks))
@@ -207,22 +215,37 @@ class Job:
             window.waited += batches.waited
             window.steps.append(self._trainer.step(host, progress.step, progress.done))
             progress.advance()
-            if self._is_due(options.log_every) or progress.step == WARM_STEPS:
-                line = window.read()
-                self._fit(clock)
-                self._log.write(self._log_line(line))
-            if progress.step == WARM_STEPS and not clock.earlier:
-                self._compile_validation()  # compiling is not training
-                clock = Clock()
             validating, saving = (
                 self._is_due(every) for every in (options.validate_every, options.save_every)
             )
-            if validating:
+            warm = progress.step == WARM_STEPS
+            if validating or saving or warm or self._is_due(options.log_every):
+                line = self._checked(window.read())
+                self._fit(clock)
+                self._log.write(self._log_line(line))
+            if warm and not clock.earlier:
+                self._compile_validation()  # compiling is not training
+                clock = Clock()
+            if validating or progress.ended:
                 self._validate()
-            if saving:
+            if saving or progress.ended:
                 self._save(position)
-            if validating or saving or progress.step == WARM_STEPS:
+            if validating or saving or warm:
                 window.started = time.perf_counter()
+
+    def _checked(self, line: dict[str, Any]) -> dict[str, Any]:
+        """
+        Raises:
+            ConfigError: the loss is not a number any more; what was saved is from before.
+        """
+        if math.isfinite(line["loss"]) and math.isfinite(line["gradient_norm"]):
+            return line
+        newest = self._checkpoints.newest()
+        kept = "nothing was saved yet" if newest is None else f"{newest.name} is intact"
+        raise ConfigError(
+            f"The loss is {line['loss']} before step {self.progress.step}; {kept}. Lower"
+            " learning_rate, or set dtype to float32, and start anew in another output folder."
+        )
 
     def _is_due(self, every: int) -> bool:
         return self.progress.ended or self.progress.step % every == 0
@@ -281,8 +304,11 @@ class Job:
         parameters = whole_parameters(self.built.model)
         if not self.ranks.first:
             return
-        tensors = self.built.stored(parameters)
-        export_draft(self._output / DRAFT, self.built.raw, tensors)
+        raw, tensors, options = self.built.raw, self.built.stored(parameters), self.options
+        if options.layout == "speculators":
+            raw = speculators_config(options.kind, raw, self.target.config, options.target)
+            tensors = speculators_tensors(tensors)
+        export_draft(self._output / DRAFT, raw, tensors)
 
     def _save(self, position: dict[str, Any]) -> None:
         state = {
