@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from forerun.doctor.determinism import Sizes
 from tests.determinism import hold_bits
@@ -197,3 +198,11 @@ def test_bits_of_quantized_checkpoints(
     name: str, quantized: dict[str, Any], tmp_path: Path
 ) -> None:
     hold(write(tmp_path, name, quantization_config=quantized))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("custom", [True, False], ids=["peer memory", "NCCL"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-moe", "deepseek-v2", "qwen3-next"])
+def test_bits_of_two_ranks(name: str, custom: bool, tmp_path: Path) -> None:
+    hold(write(tmp_path, name), tp_size=2, disable_custom_all_reduce=not custom)

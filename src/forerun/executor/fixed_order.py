@@ -14,6 +14,7 @@ from forerun.kernels.cpu import library
 from forerun.kernels.moe.experts import GELU_TANH
 from forerun.layers.moe import Experts
 from forerun.models.base import CausalLM
+from forerun.models.olmo2 import AllHeadsNorm
 from forerun.models.registry import TRANSFORMERS
 from forerun.platform.device import dtype_name
 
@@ -65,12 +66,15 @@ def _missing_on_gpu(config: EngineConfig, model: CausalLM, dtype: torch.dtype) -
     """What has no kernels whose sums have one order."""
     asked = (
         (config.model_impl == TRANSFORMERS, "model_impl transformers"),
-        (config.tp_size > 1, "sums across ranks (tp_size)"),
         (dtype != torch.bfloat16, f"GEMMs of {dtype_name(dtype)} weights"),
         (
             any(each.activation is GELU_TANH for each in model.modules(Experts)),
             "experts with GELU",
         ),
         (config.mamba_ssm_dtype != "float32", f"mamba_ssm_dtype {config.mamba_ssm_dtype}"),
+        (
+            config.tp_size > 1 and any(model.modules(AllHeadsNorm)),
+            "norms over the heads of all ranks (tp_size)",
+        ),
     )
     return [f"{what} have no fixed order of sums yet" for missing, what in asked if missing]

@@ -96,7 +96,12 @@ class RMSNorm(Module):
         return self.add(comm.all_reduce(sum_split_k_ref(x, residual.dtype)), residual)
 
     def fuses_sum(self, x: Tensor, residual: Tensor) -> bool:
-        """Whether one kernel does what `add_across` does, where ranks have `peers`."""
+        """Whether one kernel does what `add_across` does, where ranks have `peers`.
+
+        It adds up squares in an order of its own, so not in a fixed order.
+        """
+        if self._fixed_order:
+            return False
         plain = type(self) is RMSNorm and self.weight.dtype == residual.dtype == torch.bfloat16
         return plain and residual.is_contiguous() and all_reduce_sm90.fits(x)
 

@@ -14,6 +14,7 @@ import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 
 from forerun.kernels.communication import all_reduce_sm90, exchange_sm90, peers
+from forerun.kernels.moe.experts import combine
 from forerun.layers.communication import Communicator
 from forerun.platform.network import interface_to
 
@@ -30,6 +31,7 @@ class RankPlace:
     store: tuple[str, int]  # host and port of the `meeting_point` by which they find each other
     timeout: int  # seconds that one waits for the others in an operation
     peer_memory: bool = True  # write to each other's, if that is possible
+    fixed_order: bool = False  # sums are in the order of the ranks, of any number of tokens
 
 
 def meeting_point() -> Any:
@@ -44,6 +46,7 @@ class TorchCommunicator(Communicator):
     def __init__(self, place: RankPlace, device: torch.device) -> None:
         """Waits until all ranks have come."""
         self.rank, self.size = place.rank, place.size
+        self._fixed_order = place.fixed_order
         self._on_gpu = device.type == "cuda"
         if self._on_gpu:
             torch.cuda.set_device(device)
@@ -86,8 +89,15 @@ class TorchCommunicator(Communicator):
         x = x.contiguous()
         if self.peers is not None and all_reduce_sm90.fits(x):
             return all_reduce_sm90.all_reduce(x, self.peers)
+        if self._fixed_order:
+            return self._sum_in_order(x)
         dist.all_reduce(x)
         return x
+
+    def _sum_in_order(self, x: Tensor) -> Tensor:
+        """The sum over ranks as the kernel for few tokens has it: in float32, rounded once."""
+        parts = self._gathered(x).view(self.size, -1, x.shape[-1])
+        return combine(parts, x.dtype).view(x.shape)
 
     def all_reduce_max(self, x: Tensor) -> Tensor:
         x = x.contiguous()
@@ -100,12 +110,16 @@ class TorchCommunicator(Communicator):
         x = x.contiguous()
         if self.peers is not None and exchange_sm90.fits(x):
             return exchange_sm90.all_gather(x, self.peers)
+        return self._gathered(x).movedim(0, -2).flatten(-2)
+
+    def _gathered(self, x: Tensor) -> Tensor:
+        """Every rank's x, [size, ...]."""
         out = x.new_empty(self.size, *x.shape)
         if self._on_gpu:
             dist.all_gather_into_tensor(out, x)
         else:
             dist.all_gather(list(out.unbind()), x)
-        return out.movedim(0, -2).flatten(-2)
+        return out
 
     def all_to_all(self, x: Tensor) -> Tensor:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)

@@ -65,7 +65,14 @@ def rank_tasks(
     store = (HOST if nodes.address is None else nodes.address[0], store_port)
     tasks = []
     for rank in nodes.ranks:
-        place = RankPlace(rank, config.tp_size, store, config.dist_timeout, peer_memory)
+        place = RankPlace(
+            rank,
+            config.tp_size,
+            store,
+            config.dist_timeout,
+            peer_memory,
+            fixed_order=bool(config.enable_deterministic_inference),
+        )
         own = config_of_rank(config, rank)
         tasks.append(RankTask(place, own, str(model_path), overlap_depth))
     return tasks
