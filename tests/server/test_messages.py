@@ -531,6 +531,7 @@ def test_a_forced_tool_of_the_bundled_pair(server: LiveServer) -> None:
     server.wait_idle()
 
 
+@pytest.mark.exhaustive
 def test_an_answer_that_fills_the_context() -> None:
     with (
         LiveServer(*flags(device="cpu", dtype="float32", context_length=64)) as server,

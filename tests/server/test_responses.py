@@ -62,7 +62,7 @@ def test_responses(script: str, items: list[tuple[str, ...]]) -> None:
     assert response.output_text == "".join(text for kind, text, *_ in items if kind == "message")
     assert response.instructions == "Be brief."
     assert [tool.name for tool in response.tools] == ["weather", "now"]
-    assert response.store is False
+    assert response.store is True
     usage = response.usage
     assert usage.total_tokens == usage.input_tokens + usage.output_tokens
     reasoning = 2 + len("\nThe user asks.\n") if THINK in script else 0
@@ -204,9 +204,9 @@ def test_thinking_can_be_switched_off() -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"input": ASK, "store": True}, "nothing is stored here"),
-    ({"input": ASK, "previous_response_id": "resp_1"}, "send the whole conversation"),
-    ({"input": ASK, "background": True}, "background is not supported"),
+    ({"input": ASK, "background": True, "store": False}, "does not go with store: false"),
+    ({"input": ASK, "background": True, "stream": True}, "does not go with stream: true"),
+    ({"input": ASK, "previous_response_id": "a", "conversation": "b"}, "are set; give one"),
     ({"input": []}, "input is an empty list"),
     ({"input": [{"type": "item_reference", "id": "x"}]}, "item_reference is not supported"),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "must be text"),

@@ -30,6 +30,7 @@ from forerun.server.native.generate import native_router
 from forerun.server.native.observe import Observe
 from forerun.server.openai.chat import chat_router
 from forerun.server.openai.completions import completions_router
+from forerun.server.openai.conversations import conversations_router
 from forerun.server.openai.models import models_router
 from forerun.server.openai.responses import responses_router
 from forerun.server.openai.tokenize import tokenize_router
@@ -49,6 +50,7 @@ def build_app(service: Service) -> ASGIApp:
         completions_router(service),
         chat_router(service),
         responses_router(service),
+        conversations_router(service.store),
         messages_router(service),
         native_router(service),
         tokenize_router(service),
@@ -137,7 +139,8 @@ def _path(loc: Sequence[int | str], body: Any) -> str:
 
 def _invalid(problem: Mapping[str, Any], body: Any) -> ApiError:
     """One line about the first thing that is wrong with a body."""
-    path = _path(problem["loc"][1:], body)
+    in_body = problem["loc"][0] == "body"
+    path = _path(problem["loc"][1:], body) if in_body else str(problem["loc"][-1])
     kind, message = problem["type"], str(problem["msg"])
     if kind == "json_invalid":
         at = problem["loc"][-1]

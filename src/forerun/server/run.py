@@ -59,9 +59,7 @@ def run_server(
             with asyncio.Runner(loop_factory=_loop_factory()) as runner:
                 return runner.run(_Run(service, on_ready).run(bound))
         finally:
-            service.text.close()
-            if service.tracing is not None:
-                service.tracing.shutdown()
+            service.close()
 
 
 def make_service(settings: ServerSettings, config: EngineConfig, target: Path) -> Service:

@@ -18,6 +18,7 @@ from forerun.server.http.errors import EngineUnavailable
 from forerun.server.http.exchange import current_exchange
 from forerun.server.http.limits import check_queue
 from forerun.server.openai.output_format import OutputFormat, choose_format
+from forerun.server.openai.response_store import Limits, ResponseStore
 from forerun.server.prompt import Prompt
 from forerun.server.settings import ServerSettings
 from forerun.server.text import TextService
@@ -39,13 +40,23 @@ class Service:
     draining: bool = False  # a signal to stop has come: nothing new is taken
     format: OutputFormat = field(init=False)
     api_keys: ApiKeys | None = field(init=False)
+    store: ResponseStore = field(init=False)
 
     def __post_init__(self) -> None:
         settings = self.settings
         self.api_keys = settings.api_keys()
+        limits = Limits(settings.max_stored_responses, settings.max_stored_bytes)
+        self.store = ResponseStore(settings.response_store, limits)
         self.format = choose_format(
             settings.tool_call_parser, settings.reasoning_parser, self.text.tokenizer
         )
+
+    def close(self) -> None:
+        """Ends what serves requests; the engines are not its own."""
+        self.text.close()
+        self.store.close()
+        if self.tracing is not None:
+            self.tracing.shutdown()
 
     @property
     def explain(self) -> dict[str, Any]:

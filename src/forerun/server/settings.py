@@ -71,6 +71,15 @@ class ServerSettings:
     )
     max_body_bytes: int = _setting(32 * 2**20, "Largest body of a request", int)
     max_n: int = _setting(128, "Most completions per prompt", int)
+    response_store: str | None = _setting(
+        None, "SQLite file for the responses of /v1/responses; default: they are kept in memory"
+    )
+    max_stored_responses: int = _setting(
+        1000, "Most responses and conversations that are stored, per API key; 0: none", int
+    )
+    max_stored_bytes: int = _setting(
+        64 * 2**20, "Most bytes of stored responses and conversations, per API key", int
+    )
     dp_size: int = _setting(
         1, "Replicas: engines that share the requests, each on a GPU (or CPUs) of its own", int
     )
@@ -126,8 +135,9 @@ class ServerSettings:
         for name in ("max_body_bytes", "max_n", "dp_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be >= 1, got {getattr(self, name)}.")
-        if self.max_queued_requests < 0:
-            raise ConfigError(f"max_queued_requests must be >= 0, got {self.max_queued_requests}.")
+        for name in ("max_queued_requests", "max_stored_responses", "max_stored_bytes"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must be >= 0, got {getattr(self, name)}.")
         for name in ("request_timeout", "queue_timeout"):
             value = getattr(self, name)
             if value is not None and value <= 0:

@@ -14,7 +14,8 @@ from forerun.server.http.page import FILES
 HEALTH_PATHS = ("/health", "/ping")  # for probes, which use any host; they tell nothing
 OPEN_PATHS = (*HEALTH_PATHS, *FILES)  # where links go
 # What a key's limits do not count: it must be able to look, and to end what it has started.
-UNCOUNTED_METHODS = ("GET", "HEAD", "OPTIONS")
+UNCOUNTED_METHODS = ("GET", "HEAD", "OPTIONS", "DELETE")
+CANCEL = "/cancel"  # the last part of such paths, too
 UNCOUNTED_PATHS = ("/abort_request", "/flush_cache", "/reset_prefix_cache")
 COUNTED_PATHS = ("/health_generate",)  # whatever the method: it generates a token
 
@@ -83,7 +84,7 @@ class RequireKey:
         try:
             await self._app(scope, receive, send)
         finally:
-            usage.end()
+            exchange.when_over(usage.end)
 
     def _key(self, scope: Scope) -> ApiKey | None:
         headers = Headers(scope=scope)
@@ -108,7 +109,8 @@ def _is_counted(scope: Scope) -> bool:
     path = scope["path"]
     if path in COUNTED_PATHS:
         return True
-    return scope["method"] not in UNCOUNTED_METHODS and path not in UNCOUNTED_PATHS
+    ends = path in UNCOUNTED_PATHS or path.endswith(CANCEL)
+    return scope["method"] not in UNCOUNTED_METHODS and not ends
 
 
 def _refusal() -> ApiError:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from uuid import uuid4
@@ -28,6 +30,14 @@ class Exchange:
     trace_context: dict[str, str] = field(default_factory=dict)  # headers of its span
     calls: list[Call] = field(default_factory=list)
     status: int = 0  # of the answer; 0: none was begun
+    task: asyncio.Task[None] | None = None  # that goes on after the answer
+
+    def when_over(self, end: Callable[[], None]) -> None:
+        """Calls `end` as soon as nothing runs for it; its answer is complete."""
+        if self.task is None:
+            end()
+        else:
+            self.task.add_done_callback(lambda _: end())
 
 
 current_exchange: ContextVar[Exchange] = ContextVar("current_exchange")

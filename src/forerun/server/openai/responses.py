@@ -1,4 +1,4 @@
-"""`/v1/responses`, stateless."""
+"""`POST /v1/responses`."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ from forerun.server.http.errors import json_response
 from forerun.server.http.sse import DOCUMENTED_STREAM, named_event
 from forerun.server.logprobs import MessageLogprobs
 from forerun.server.openai.answer import respond
+from forerun.server.openai.background import Background
 from forerun.server.openai.conversation import Ask, Conversation
 from forerun.server.openai.models import check_model
+from forerun.server.openai.response_state import ResponseState
 from forerun.server.openai.responses_output import (
     COMPLETED,
     IN_PROGRESS,
@@ -29,6 +31,7 @@ from forerun.server.openai.responses_output import (
     StreamEvent,
 )
 from forerun.server.openai.responses_protocol import ResponsesRequest
+from forerun.server.openai.stored_responses import add_stored_responses
 from forerun.server.openai.tools import tool_use
 from forerun.server.openai.usage import usage
 from forerun.server.service import Service
@@ -37,14 +40,18 @@ _REASONS = {"length": "max_output_tokens"}  # of incomplete responses, by kind o
 
 
 def responses_router(service: Service) -> APIRouter:
-    router = APIRouter()
+    router, background = APIRouter(), Background()
+    add_stored_responses(router, service.store, background)
 
     @router.post("/v1/responses", responses=DOCUMENTED_STREAM)
     async def responses(body: ResponsesRequest, request: Request) -> Response:
-        """Answers a conversation, as OpenAI's Responses API does; nothing is stored."""
+        """Answers a conversation, as OpenAI's Responses API does."""
         check_model(service, body.model)
         service.check_open()
-        answer = await _Answer.start(service, body)
+        state = await ResponseState.of(service.store, body)
+        answer = await _Answer.start(service, body, state)
+        if body.background:
+            return json_response(background.start(answer))
         return await respond(answer, body.stream, request)
 
     return router
@@ -57,10 +64,11 @@ class _Answer:
         self,
         service: Service,
         body: ResponsesRequest,
+        state: ResponseState,
         echo: dict[str, Any],
         conversation: Conversation,
     ) -> None:
-        self._conversation = conversation
+        self._conversation, self.state = conversation, state
         scored = body.logprob_params is not None
         self._logprobs = MessageLogprobs(service.text.token_bytes()) if scored else None
         self._output = OutputItems(self._logprobs)
@@ -74,12 +82,12 @@ class _Answer:
         }
 
     @classmethod
-    async def start(cls, service: Service, body: ResponsesRequest) -> _Answer:
-        echo = _echo(body)
+    async def start(cls, service: Service, body: ResponsesRequest, state: ResponseState) -> _Answer:
+        echo = {**_echo(body), **state.echo}
         functions = [tool.function for tool in body.tools or ()]
         tools = tool_use(functions, body.tool_choice, body.parallel_tool_calls, service.format)
         ask = Ask(
-            messages=body.messages,
+            messages=body.messages(state.earlier),
             variables=body.variables,
             tools=tools,
             sampling=body.sampling,
@@ -88,22 +96,36 @@ class _Answer:
             scheduling=body.scheduling,
             logprobs=body.logprob_params,
         )
-        return cls(service, body, echo, await Conversation.start(service, ask))
+        return cls(service, body, state, echo, await Conversation.start(service, ask))
 
     @property
     def call(self) -> Call:
         return self._conversation.call
 
     async def whole(self) -> Response:
+        response = await self.finished()
+        await self.state.keep(response)
+        return json_response(response)
+
+    async def finished(self) -> dict[str, Any]:
+        """Waits for the response.
+
+        Raises:
+            ApiError: as `Call.wait`.
+        """
         ((generation, _, events),) = await self._conversation.whole()
         self._score(generation)
         self._output.push(events)
         finish = generation.record.finish
         self._output.finish(_status(finish))
-        return json_response(self._response(finish, self._output.whole()))
+        return self._response(finish, self._output.whole())
+
+    def begun(self, status: str) -> dict[str, Any]:
+        """The response before there is any output."""
+        return {**self._head, **_progress(status), "output": [], "usage": None}
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        begun = {**self._head, **_progress(IN_PROGRESS), "output": [], "usage": None}
+        begun = self.begun(IN_PROGRESS)
         yield self._sent(
             {"type": f"response.{kind}", "response": begun} for kind in ("created", "in_progress")
         )
@@ -115,6 +137,7 @@ class _Answer:
                 finish = generation.record.finish
         yield self._sent(self._output.finish(_status(finish)))
         response = self._response(finish, self._output.whole())
+        await self.state.keep(response)
         yield self._sent([{"type": f"response.{response['status']}", "response": response}])
 
     def _score(self, generation: Generation, part: Part | None = None) -> None:
@@ -159,9 +182,8 @@ def _echo(body: ResponsesRequest) -> dict[str, Any]:
         "max_output_tokens": body.max_output_tokens,
         "metadata": body.metadata or {},
         "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "previous_response_id": None,
-        "background": False,
-        "store": False,
+        "previous_response_id": body.previous_response_id,
+        "background": bool(body.background),
         "temperature": 1.0 if body.temperature is None else body.temperature,
         "top_p": 1.0 if body.top_p is None else body.top_p,
         "text": {"format": body.format},

@@ -18,6 +18,7 @@ from forerun.server.parsers.events import (
 )
 
 COMPLETED, INCOMPLETE, IN_PROGRESS = "completed", "incomplete", "in_progress"
+QUEUED, FAILED, CANCELLED = "queued", "failed", "cancelled"  # of responses
 StreamEvent = dict[str, Any]  # with "type"
 
 

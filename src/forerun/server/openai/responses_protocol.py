@@ -1,8 +1,8 @@
-"""Requests of `/v1/responses`. Nothing is stored: every request has the whole conversation."""
+"""Requests of `/v1/responses`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
@@ -29,7 +29,6 @@ from forerun.server.openai.response_format import grammar_of_text_format
 from forerun.server.openai.tools import MAX_TOOLS, Function
 
 MAX_METADATA = 16  # entries, as in OpenAI's API
-_STATELESS = "nothing is stored here; send the whole conversation as input"
 LOGPROBS = "message.output_text.logprobs"
 _INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")  # of the latter there is none
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
@@ -72,19 +71,19 @@ class ReasoningOptions(StrictModel):
     effort: Effort | None = None
 
 
+class ConversationId(StrictModel):
+    id: str
+
+
 class ResponsesRequest(SamplingFields):
     """`POST /v1/responses`."""
 
     unsupported: ClassVar[Unsupported] = {
         **UNSUPPORTED,
-        "store": ((False,), _STATELESS),
-        "previous_response_id": ((), _STATELESS),
-        "conversation": ((), _STATELESS),
-        "background": ((False,), _STATELESS),
-        "prompt": ((), _STATELESS),
+        "prompt": ((), "no prompts are stored here; send it as input"),
         "truncation": (("disabled",), "shorten the input"),
         "max_tool_calls": ((), "there are no tools that run on the server"),
-        "context_management": ((), _STATELESS),
+        "context_management": ((), "shorten the input"),
     }
     ignored = (
         "user", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
@@ -96,6 +95,14 @@ class ResponsesRequest(SamplingFields):
     instructions: str | None = None
     max_output_tokens: int | None = None
     stream: bool | None = None
+    store: bool | None = Field(
+        None, description="True: kept until deleted. Default: kept until newer ones need the room"
+    )
+    previous_response_id: str | None = Field(None, description="Of the one that this goes on from")
+    conversation: str | ConversationId | None = Field(
+        None, description="That this goes on from, and is added to"
+    )
+    background: bool | None = Field(None, description="Answer at once; get the response by its id")
     tools: Annotated[list[FunctionTool], FirstError(MAX_TOOLS)] | None = None
     tool_choice: str | dict[str, Any] | None = Field(
         None, description="auto, none, required or a function by name"
@@ -162,8 +169,28 @@ class ResponsesRequest(SamplingFields):
         return variables_of(self.chat_template_kwargs, effort)
 
     @property
-    def messages(self) -> list[dict[str, Any]]:
-        """The input as chat messages.
+    def conversation_id(self) -> str | None:
+        given = self.conversation
+        return given.id if isinstance(given, ConversationId) else given
+
+    @property
+    def items(self) -> list[dict[str, Any]]:
+        """The input as items.
+
+        Raises:
+            RequestError: there is none.
+        """
+        if isinstance(self.input, str):
+            return [{"role": "user", "content": self.input}]
+        if not self.input:
+            raise RequestError("input is an empty list; give at least one item.")
+        return self.input
+
+    def messages(self, earlier: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The conversation as chat messages.
+
+        Args:
+            earlier: items that were said before those of the input.
 
         Raises:
             RequestError: an item is invalid.
@@ -171,16 +198,17 @@ class ResponsesRequest(SamplingFields):
         messages: list[dict[str, Any]] = []
         if self.instructions is not None:
             messages.append({"role": "system", "content": self.instructions})
-        if isinstance(self.input, str):
-            return [*messages, {"role": "user", "content": self.input}]
-        if not self.input:
-            raise RequestError("input is an empty list; give at least one item.")
-        for message in _messages(self.input):
+        for message in item_messages([*earlier, *self.items]):
             _append(messages, message)
         return messages
 
 
-def _messages(items: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def item_messages(items: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Items as chat messages, one for each.
+
+    Raises:
+        RequestError: an item is invalid.
+    """
     names: dict[str, str] = {}  # of functions, by call id
     for item in items:
         match item:
@@ -197,7 +225,9 @@ def _messages(items: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
                 parts = item.get("content") or item.get("summary") or ""
                 yield _assistant(reasoning_content=_text(parts))
             case {"type": "item_reference"}:
-                raise RequestError(f"An item_reference is not supported: {_STATELESS}.")
+                raise RequestError(
+                    "An item_reference is not supported; send the item, or previous_response_id."
+                )
             case _:
                 raise RequestError(
                     "An item of input must be a message with role and content, a function_call, a"
