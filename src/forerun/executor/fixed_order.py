@@ -11,8 +11,6 @@ from forerun.config.engine_config import EngineConfig
 from forerun.core.errors import ConfigError
 from forerun.executor.attention_setup import AttentionSetup
 from forerun.kernels.cpu import library
-from forerun.kernels.moe.experts import GELU_TANH
-from forerun.layers.moe import Experts
 from forerun.models.base import CausalLM
 from forerun.models.olmo2 import AllHeadsNorm
 from forerun.models.registry import TRANSFORMERS
@@ -67,10 +65,6 @@ def _missing_on_gpu(config: EngineConfig, model: CausalLM, dtype: torch.dtype) -
     asked = (
         (config.model_impl == TRANSFORMERS, "model_impl transformers"),
         (dtype != torch.bfloat16, f"GEMMs of {dtype_name(dtype)} weights"),
-        (
-            any(each.activation is GELU_TANH for each in model.modules(Experts)),
-            "experts with GELU",
-        ),
         (config.mamba_ssm_dtype != "float32", f"mamba_ssm_dtype {config.mamba_ssm_dtype}"),
         (
             config.tp_size > 1 and any(model.modules(AllHeadsNorm)),

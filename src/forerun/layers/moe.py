@@ -63,6 +63,7 @@ __all__ = [
     "Routing",
     "SharedExpertMoE",
     "SparseMoE",
+    "by_blocks",
     "choose_expert_layout",
     "other_ranks_experts",
 ]
@@ -564,19 +565,21 @@ class PendingExperts(Pending):
 
     def _partials(self) -> Tensor:
         """[k, T, H], of this rank."""
-        x, logits = self._x, self._logits
-        return by_blocks(self._moe.experts, x, lambda part: self._moe.partials(part, logits))
+        moe, x, logits = self._moe, self._x, self._logits
+        return by_blocks(moe.experts, len(x), lambda rows: moe.partials(x[rows], logits))
 
 
-def by_blocks(experts: Experts, x: Tensor, partials: Callable[[Tensor], Tensor]) -> Tensor:
-    """The partials [k, T, H] of x [T, H].
+def by_blocks(experts: Experts, tokens: int, partials: Callable[[slice], Tensor]) -> Tensor:
+    """The partials [k, T, H] of all tokens, of what gives those of some.
 
     Kernels that have one order of sums up to `MAX_DECODE_TOKENS` tokens alone take more of them in
     blocks of so many, each of which reads the weights again.
     """
-    if not experts.in_blocks or len(x) <= MAX_DECODE_TOKENS:
-        return partials(x)
-    return torch.cat([partials(part) for part in x.split(MAX_DECODE_TOKENS)], 1)
+    if not experts.in_blocks or tokens <= MAX_DECODE_TOKENS:
+        return partials(slice(None))
+    size = MAX_DECODE_TOKENS
+    blocks = (slice(first, first + size) for first in range(0, tokens, size))
+    return torch.cat([partials(rows) for rows in blocks], 1)
 
 
 def choose_expert_layout(model: Module, names: Iterable[str]) -> None:

@@ -45,7 +45,7 @@ from forerun.layers.linear import (
 )
 from forerun.layers.mlp import GatedMLP
 from forerun.layers.module import Module
-from forerun.layers.moe import Experts, Router
+from forerun.layers.moe import Experts, Router, by_blocks
 from forerun.layers.norm import RMSNorm
 from forerun.layers.residual import AuxHiddenStates
 from forerun.layers.sharding import Shard, even_shard
@@ -268,7 +268,9 @@ class Gemma4MoE(Module):
     def __call__(self, dense: Tensor, residual: Tensor) -> Tensor:
         """The MLP's output and its residual [T, H] -> [T, H], before the norm after both."""
         x = self.pre_feedforward_layernorm_2(residual)
-        partials = self.experts(x, self.router(residual))
+        partials = by_blocks(
+            self.experts, len(x), lambda rows: self.experts(x[rows], self.router(residual[rows]))
+        )
         sparse = self._comm.all_reduce(combine(partials, x.dtype))
         dense = self.post_feedforward_layernorm_1(dense)
         return dense + self.post_feedforward_layernorm_2(sparse)
