@@ -183,6 +183,7 @@ def test_small_curves() -> None:
     assert sparkline([2.0, 2.0]) == sparkline([]) == ""
 
 
+@pytest.mark.exhaustive
 def test_stored_hidden_states_train_the_same_draft(tmp_path: Path) -> None:
     """Stored in one run that is cut short, completed and read by the next."""
     given = {"max_steps": 5, "kind": "dspark", "head_rank": 8}

@@ -49,7 +49,7 @@ class PackedPlan(Plan):
     masks: dict[LayerMask, AttentionMask] = field(default_factory=dict)
 
     def mask(self, layer: LayerMask) -> AttentionMask:
-        """Of a layer, made once."""
+        """Returns a layer's mask, made once for all layers alike."""
         if layer not in self.masks:
             batch, length = self.document_ids.shape
             shape = MaskShape(batch, length, length, self.document_ids.device)
@@ -102,7 +102,7 @@ class FrozenTarget:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights and hidden states."""
+        """The dtype of weights and hidden states."""
         return self.head.dtype
 
     @property

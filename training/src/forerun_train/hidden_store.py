@@ -106,7 +106,7 @@ class StorePlan:
 
     @property
     def bytes(self) -> int:
-        """Of all ranks together."""
+        """Bytes of all ranks together."""
         tokens = self.batches * self.options.batch_size * self.options.seq_len
         width = (len(self.layer_ids) + 1) * self.target.config.hidden_size
         return tokens * (width * self.target.dtype.itemsize + 21)

@@ -57,7 +57,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) -
 
 
 def causal_in_documents(document_ids: Tensor, window: int | None = None) -> Seen:
-    """Of packed sequences [B, T]: a token sees those before it in its document, and itself."""
+    """Packed sequences [B, T]: a token sees those before it in its document, and itself."""
 
     def seen(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         visible = (kv <= q) & (document_ids[b, kv] == document_ids[b, q])

@@ -61,7 +61,7 @@ class PositionWeights:
 
 
 class Distances(NamedTuple):
-    """Of each row, float32."""
+    """The losses of each row, float32."""
 
     loss: Tensor  # the mix
     ce: Tensor
@@ -98,7 +98,7 @@ ChunkLoss = Callable[[Mapping[str, Tensor], Tensor, Chunk], tuple[Tensor, Tensor
 
 
 class BlockLoss(NamedTuple):
-    """Of all blocks of a pass."""
+    """The loss of all blocks of a pass."""
 
     total: Tensor  # the sum of weighted losses, float32; differentiable once
     weight: Tensor  # the sum of weights, float32

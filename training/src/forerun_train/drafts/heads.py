@@ -52,7 +52,7 @@ class Rows:
 
 
 class HeadLoss(NamedTuple):
-    """Of some blocks."""
+    """What a head says of some blocks."""
 
     total: Tensor  # the sum of weighted losses
     weight: Tensor  # the sum of weights
@@ -159,7 +159,7 @@ class MarkovHead(TrainingHead):
         return self._recurrence(rows, before) if self.kind == "rnn" else before
 
     def _recurrence(self, rows: Rows, before: Tensor) -> Tensor:
-        """Over the rows of a block; those that predict nothing go through it after the anchor."""
+        """Runs over the rows of a block; those that predict nothing come after the anchor."""
         skipped = rows.skipped.shape[1]
         hidden = torch.cat([rows.skipped, rows.hidden], 1)
         inputs = torch.cat([before[:, :1].expand(-1, skipped, -1), before], 1)

@@ -150,7 +150,7 @@ class BlockConvolution(nn.Module):
         nn.init.zeros_(self.kernel_projection.weight)
 
     def dynamic(self, x: Tensor) -> Tensor:
-        """Of the rows' inputs x [n, R, H]: [n, R, 2, K, groups]."""
+        """What depends on the rows' inputs x [n, R, H]: [n, R, 2, K, groups]."""
         out: Tensor = self.kernel_projection(x).unflatten(-1, self.shape)
         return out
 

@@ -25,7 +25,7 @@ PEAKS = {
 
 
 def flops_per_step(options: TrainOptions, target: FrozenTarget, draft: Draft) -> float:
-    """Of all devices together."""
+    """Operations of all devices together."""
     tokens = options.batch_size * options.seq_len
     blocks = options.batch_size * options.anchors
     model = target.config

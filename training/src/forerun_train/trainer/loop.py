@@ -95,7 +95,7 @@ class Progress:
     _pace: float | None = None  # of the schedule, per step
 
     def advance(self) -> None:
-        """After a step."""
+        """Counts a step."""
         self.step += 1
         if self._pace is None:
             self.done = self.step / self.max_steps
@@ -116,7 +116,7 @@ class Progress:
             self._pace = (1 - self.done) / left
 
     def state(self) -> dict[str, Any]:
-        """For checkpoints."""
+        """Returns what checkpoints keep."""
         return {"done": self.done, "elapsed": self.elapsed, "pace": self._pace}
 
     def load(self, state: Mapping[str, Any]) -> None:

@@ -25,7 +25,7 @@ class Validation:
     reached: tuple[float, ...]  # of all steps, the share whose draft k is accepted
 
     def as_log(self) -> dict[str, object]:
-        """For a log line."""
+        """Returns it as a log line has it."""
         return {
             "validation_loss": round(self.loss, 4),
             "accept_length": round(self.accept_length, 4),
