@@ -37,6 +37,7 @@ from forerun.server.parsers.scanner import Scanner
 from forerun.server.parsers.tool_parser import ToolParser
 
 NAMES = ("f", "get_weather", "größe")
+FUNCTIONS: dict[str, dict[str, Any]] = {name: {} for name in NAMES}
 PARSERS: list[type[ToolParser]] = [HermesParser, Llama3Parser, DeepSeekV3Parser, DeepSeekV31Parser]
 MARKERS = [
     "<tool_call>", "</tool_call>", "<|python_tag|>", CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END,
@@ -118,7 +119,7 @@ def test_calls_are_found(
     before = data.draw(st.sampled_from(["", "I look it up.\n\n", "a < b "]))
     after = data.draw(st.sampled_from(["", "\nDone: {}"]))
     want: list[Event] = [Text(before.rstrip()), *events_of(texts), Text(after.lstrip())]
-    assert parse(kind(NAMES), before + write(texts) + after) == merged(want)
+    assert parse(kind(FUNCTIONS), before + write(texts) + after) == merged(want)
 
 
 @pytest.mark.parametrize("kind", PARSERS)
@@ -128,11 +129,11 @@ def test_pieces_do_not_matter(
     kind: type[ToolParser], parts: list[str], data: st.DataObject
 ) -> None:
     text = "".join(parts)
-    whole = parse(kind(NAMES), text)
-    assert parse(kind(NAMES), *text) == whole
+    whole = parse(kind(FUNCTIONS), text)
+    assert parse(kind(FUNCTIONS), *text) == whole
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    assert parse(kind(NAMES), *pieces) == whole
+    assert parse(kind(FUNCTIONS), *pieces) == whole
 
 
 @pytest.mark.parametrize("kind", PARSERS)
@@ -144,7 +145,7 @@ def test_texts_know_where_they_are(
     text = "".join(parts)
     for cut in (0, len(text) // 2):
         reasoning = None if opened is None else ReasoningParser(opened)
-        parser, end = OutputParser(reasoning, kind(NAMES)), 0
+        parser, end = OutputParser(reasoning, kind(FUNCTIONS)), 0
         for event in [*parser.feed(text[:cut]), *parser.feed(text[cut:]), *parser.finish()]:
             if isinstance(event, Text):
                 assert event.start >= end
@@ -158,7 +159,7 @@ def test_texts_know_where_they_are(
 def test_nothing_is_lost(kind: type[ToolParser], parts: list[str]) -> None:
     """Without a complete call the text is what was given."""
     text = "".join(parts)
-    found = parse(kind(NAMES), text)
+    found = parse(kind(FUNCTIONS), text)
     check_order(found)
     for event, following in zip(found, [*found[1:], CallEnd()], strict=False):
         if isinstance(event, CallBroken):
@@ -178,7 +179,7 @@ def test_cut_short_or_damaged(
     at = data.draw(st.integers(0, len(text)))
     damage = data.draw(st.sampled_from(["", "x", '"', "}", "{", "\x00", "<"]))
     rest = text[at:] if damage else ""
-    found = parse(kind(NAMES), text[:at] + damage + rest)
+    found = parse(kind(FUNCTIONS), text[:at] + damage + rest)
     check_order(found)
     if not damage:
         complete = [event.name for event in found[: count(found)] if isinstance(event, CallStart)]
@@ -335,8 +336,8 @@ CASES: list[tuple[type[ToolParser], str, list[Event]]] = [
 
 @pytest.mark.parametrize(("kind", "text", "want"), CASES, ids=range(len(CASES)))
 def test_cases(kind: type[ToolParser], text: str, want: list[Event]) -> None:
-    assert parse(kind(NAMES), text) == want
-    assert parse(kind(NAMES), *text) == want
+    assert parse(kind(FUNCTIONS), text) == want
+    assert parse(kind(FUNCTIONS), *text) == want
 
 
 @pytest.mark.parametrize(("kind", "write"), FORMATS)
@@ -345,7 +346,7 @@ def test_arguments_are_streamed(kind: type[ToolParser], write: Writer) -> None:
     arguments = json.dumps({"code": "x = {}\n" * 5000, "city": "Zürich"}, ensure_ascii=False)
     text = write([("f", arguments)])
     begin = text.index(arguments)
-    parser, streamed = kind(NAMES), ""
+    parser, streamed = kind(FUNCTIONS), ""
     for at, char in enumerate(text):
         new = "".join(e.text for e in parser.feed(char) if isinstance(e, Arguments))
         streamed += new
@@ -356,7 +357,7 @@ def test_arguments_are_streamed(kind: type[ToolParser], write: Writer) -> None:
 
 def test_deep_arguments_are_malformed() -> None:
     text = '<tool_call>{"name": "f", "arguments": ' + '{"a":' * 100_000
-    *_, last = parse(HermesParser(NAMES), text)
+    *_, last = parse(HermesParser(FUNCTIONS), text)
     assert last == Text(text)
 
 
@@ -387,7 +388,7 @@ def test_reasoning(opened: bool, text: str, want: list[Event]) -> None:
 @given(parts=st.lists(st.sampled_from(MARKERS), max_size=20), opened=st.booleans())
 def test_whole_outputs_do_not_depend_on_pieces(parts: list[str], opened: bool) -> None:
     def parser() -> OutputParser:
-        return OutputParser(ReasoningParser(opened), HermesParser(NAMES))
+        return OutputParser(ReasoningParser(opened), HermesParser(FUNCTIONS))
 
     text = "".join(parts)
     found = parse(parser(), text)
@@ -397,6 +398,6 @@ def test_whole_outputs_do_not_depend_on_pieces(parts: list[str], opened: bool) -
 
 def test_calls_inside_of_reasoning_are_reasoning() -> None:
     call = hermes([("f", "{}")])
-    parser = OutputParser(ReasoningParser(opened=True), HermesParser(NAMES))
+    parser = OutputParser(ReasoningParser(opened=True), HermesParser(FUNCTIONS))
     found = parse(parser, f"I could write {call}.</think>\n\n{call}")
     assert found == [Reasoning(f"I could write {call}."), *events_of([("f", "{}")])]

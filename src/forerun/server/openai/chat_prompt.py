@@ -28,8 +28,8 @@ def variables_of(given: Mapping[str, Any] | None, effort: Effort | None) -> dict
         raise RequestError(
             "reasoning_effort and chat_template_kwargs.reasoning_effort differ; give one."
         )
-    off = dict.fromkeys(_THINKING, False) if effort == "none" else {}
-    return {**off, **known, "reasoning_effort": effort}
+    switched = dict.fromkeys(_THINKING, effort != "none")
+    return {**switched, **known, "reasoning_effort": effort}
 
 
 class ChatPrompt(StrictModel):
@@ -39,7 +39,7 @@ class ChatPrompt(StrictModel):
         None, max_length=MAX_VARIABLES, description="Variables of the model's chat template"
     )
     reasoning_effort: Effort | None = Field(
-        None, description="A variable of the chat template; none: enable_thinking is false, too"
+        None, description="A variable of the chat template, and enable_thinking, which none sets to false"
     )
     add_generation_prompt: bool | None = Field(
         None, description="False: the prompt ends with the last message"

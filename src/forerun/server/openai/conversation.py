@@ -24,7 +24,6 @@ from forerun.server.parsers.events import (
     Reasoning,
 )
 from forerun.server.parsers.output import OutputParser
-from forerun.server.parsers.reasoning import reasoning_end
 from forerun.server.prompt import Prompt
 from forerun.server.service import Service
 
@@ -110,9 +109,9 @@ class Conversation:
         params = ask.sampling(
             service.engine.factory.max_new_tokens(len(ids)) if most is None else most
         )
-        syntax = None if form.tools is None else form.tools.syntax
-        params = with_output_grammar(params, ask.tools, syntax, thinks)
-        shows_special = bool(ask.tools.names) and form.special and params.skip_special_tokens
+        params = with_output_grammar(params, ask.tools, form, thinks)
+        needs_special = form.special_reasoning or (bool(ask.tools.names) and form.special)
+        shows_special = needs_special and params.skip_special_tokens
         if shows_special:
             params = replace(params, skip_special_tokens=False)
         prompt = Prompt(ids, params, ask.n, None, ask.logprobs, ask.scheduling)
@@ -152,10 +151,11 @@ class Conversation:
     def _events(self, generation: Generation, text: str, ended: bool) -> list[Event]:
         reader = self._readers.get(generation)
         if reader is None:
-            parser = self._format.parser(self._opened, self._ask.tools.names)
+            parser = self._format.parser(self._opened, self._ask.tools.schemas)
             reader = self._readers[generation] = _Reader(parser, self._ask)
         if self._opened is not None:
-            self._reasoning_tokens[generation] = _count_reasoning(generation, self._opened)
+            count = _count_reasoning(generation, self._format, self._opened)
+            self._reasoning_tokens[generation] = count
         if ended and self._shows_special:
             text = text.removesuffix(self._stop_token(generation))
         return reader.read(text, ended)
@@ -169,10 +169,11 @@ class Conversation:
         return text
 
 
-def _count_reasoning(generation: Generation, opened: bool) -> int:
+def _count_reasoning(generation: Generation, form: OutputFormat, opened: bool) -> int:
     """Tokens that spell the reasoning and its markers, each of which may be several tokens."""
     spelled, most = generation.spelled(), len(generation.record.output)
-    end = None if spelled is None else reasoning_end(spelled.text, opened)
+    syntax = form.reasoning_syntax
+    end = None if spelled is None or syntax is None else syntax.length(spelled.text, opened)
     return most if spelled is None or end is None else min(most, spelled.num_tokens(end))
 
 

@@ -22,23 +22,33 @@ from forerun.core.grammar import (
 )
 from forerun.core.sampling_params import SamplingParams
 from forerun.grammar.json_schema import exact_schema
+from forerun.server.openai.literal_grammar import gemma_arguments, python_arguments
+from forerun.server.openai.output_format import OutputFormat
+from forerun.server.openai.tag_formats import (
+    Format,
+    either,
+    json_schema,
+    optional,
+    regex,
+    sequence,
+    text,
+)
 from forerun.server.openai.tools import Function, ToolUse
-from forerun.server.parsers import reasoning
-from forerun.server.parsers.call_syntax import CallSyntax
+from forerun.server.parsers.call_syntax import CallSyntax, Style
+from forerun.server.parsers.harmony import HARMONY
+from forerun.server.parsers.reasoning import ReasoningSyntax
 
-Format = dict[str, Any]
 _ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 _NO_GRAMMAR: dict[str, Any] = dict.fromkeys(GRAMMAR_PARAMS) | {"json_object": False}
 
 
 def with_output_grammar(
-    params: SamplingParams, use: ToolUse, syntax: CallSyntax | None, thinks: bool | None
+    params: SamplingParams, use: ToolUse, form: OutputFormat, thinks: bool | None
 ) -> SamplingParams:
     """Parameters whose grammar is that of the whole output.
 
     Args:
         params: their grammar, if any, is that of the answer.
-        syntax: of calls; not needed without functions.
         thinks: as `OutputFormat.begins_in_reasoning`.
 
     Raises:
@@ -46,19 +56,12 @@ def with_output_grammar(
     """
     answer = params.grammar
     strict = any(function.strict for function in use.functions)
-    if not use.required and not strict and (answer is None or (not use.names and thinks is None)):
+    alone = not use.names and thinks is None and not form.is_harmony
+    if not use.required and not strict and (answer is None or alone):
         return params  # it is the answer's, if there is one
-    if use.required:
-        assert syntax is not None
-        body = _answer_of_calls(use, syntax)
-    elif use.functions:
-        assert syntax is not None
-        body = _text_with_calls(use, syntax) if answer is None else _either(answer, use, syntax)
-    else:
-        assert answer is not None
-        body = _format_of(answer)
-    if thinks is not None:
-        body = _sequence(_reasoning(thinks), body)
+    body = _body(use, form, answer)
+    if thinks is not None and form.reasoning_syntax is not None:
+        body = sequence(_reasoning(form.reasoning_syntax, thinks), body)
     tag = json.dumps({"type": "structural_tag", "format": body}, ensure_ascii=False)
     if len(tag) > MAX_GRAMMAR_LENGTH:
         raise RequestError(
@@ -68,57 +71,93 @@ def with_output_grammar(
     return replace(params, **{**_NO_GRAMMAR, "structural_tag": tag})
 
 
-def _answer_of_calls(use: ToolUse, syntax: CallSyntax) -> Format:
-    opening = "" if syntax.bare else syntax.opening
-    if syntax.one_each:
-        return _several(use, syntax, [_call(f, use, syntax, opening) for f in use.functions])
-    return _sequence(_text(opening), _after_opening(use, syntax))
+def _body(use: ToolUse, form: OutputFormat, answer: Grammar | None) -> Format:
+    """What follows reasoning."""
+    given = None
+    if answer is not None:
+        given = sequence(text(HARMONY.answer if form.is_harmony else ""), _format_of(answer))
+    if use.functions:
+        assert form.tools is not None
+        calls = _Calls(use, form.tools.syntax)
+        if use.required:
+            return calls.alone()
+        return calls.in_text() if given is None else either(calls.alone(), given)
+    assert given is not None
+    return given
 
 
-def _text_with_calls(use: ToolUse, syntax: CallSyntax) -> Format:
-    """Free text; what follows an opening is calls."""
-    calls = _after_opening(use, syntax)
-    text = {"type": "dispatch", "rules": [[syntax.opening, calls]], "loop": use.parallel}
-    if not syntax.bare:
-        return text
-    # What could be taken for calls without an opening does not begin a text.
-    opened = _sequence(_optional(_text(syntax.opening)), calls)
-    others = _sequence(_regex(f"[^{{\\s{syntax.opening[0]}]"), text)
-    return _optional(_or(opened, others))
+class _Calls:
+    """Calls of the functions, in the model's syntax."""
 
+    def __init__(self, use: ToolUse, syntax: CallSyntax) -> None:
+        self._use, self._syntax = use, syntax
+        self._parallel = use.parallel and not syntax.single
 
-def _either(answer: Grammar, use: ToolUse, syntax: CallSyntax) -> Format:
-    return _or(_answer_of_calls(use, syntax), _format_of(answer))
+    def alone(self) -> Format:
+        """An answer of calls."""
+        syntax = self._syntax
+        opening = "" if syntax.bare else syntax.opening
+        if syntax.one_each:
+            return self._several([self._call(f, opening) for f in self._use.functions])
+        leads = either(*map(text, syntax.leads or ("",)))
+        return sequence(leads, text(opening), self._after_opening())
 
+    def in_text(self) -> Format:
+        """Free text; what follows an opening is calls."""
+        syntax, calls = self._syntax, self._after_opening()
+        free = {"type": "dispatch", "rules": [[syntax.opening, calls]], "loop": self._parallel}
+        if not syntax.bare:
+            return free
+        # What could be taken for calls without an opening does not begin a text.
+        opened = sequence(optional(text(syntax.opening)), calls)
+        others = sequence(regex(f"[^\\{syntax.bare}\\s{syntax.opening[0]}]"), free)
+        return optional(either(opened, others))
 
-def _after_opening(use: ToolUse, syntax: CallSyntax) -> Format:
-    calls = [_call(function, use, syntax) for function in use.functions]
-    if syntax.one_each:
-        return _or(*calls)
-    return _sequence(_several(use, syntax, calls), _text(syntax.closing))
+    def _after_opening(self) -> Format:
+        calls = [self._call(function) for function in self._use.functions]
+        if self._syntax.one_each:
+            return either(*calls)
+        inner, closing = text(self._syntax.inner), text(self._syntax.closing)
+        return sequence(inner, self._several(calls), closing)
 
+    def _several(self, calls: list[Format]) -> Format:
+        return {
+            "type": "tags_with_separator",
+            "tags": calls,
+            "separator": self._syntax.separator,
+            "at_least_one": True,
+            "stop_after_first": not self._parallel,
+        }
 
-def _several(use: ToolUse, syntax: CallSyntax, calls: list[Format]) -> Format:
-    return {
-        "type": "tags_with_separator",
-        "tags": calls,
-        "separator": syntax.separator,
-        "at_least_one": True,
-        "stop_after_first": not use.parallel,
-    }
+    def _call(self, function: Function, opening: str = "") -> Format:
+        syntax = self._syntax
+        before, after = syntax.begin
+        begin = f"{opening}{before}{syntax.prefix}{function.name}"
+        content = self._arguments(function)
+        if syntax.number:
+            number = regex("[0-9]{1,3}")
+            content = sequence(text(syntax.number), number, text(after), content)
+        elif syntax.others:
+            content = sequence(either(*map(text, (after, *syntax.others))), content)
+        else:
+            begin += after
+        end = syntax.end + syntax.closing if syntax.one_each else syntax.end
+        return {"type": "tag", "begin": begin, "content": content, "end": end}
 
-
-def _call(function: Function, use: ToolUse, syntax: CallSyntax, opening: str = "") -> Format:
-    before, after = syntax.begin
-    enforced = use.required or bool(function.strict)
-    arguments = {
-        "type": "json_schema",
-        "json_schema": _parameters(function) if enforced else _ANY_OBJECT,
-        "max_whitespace_cnt": 1,  # small models write spaces without end
-    }
-    begin = f"{opening}{before}{function.name}{after}"
-    end = syntax.end + syntax.closing if syntax.one_each else syntax.end
-    return {"type": "tag", "begin": begin, "content": arguments, "end": end}
+    def _arguments(self, function: Function) -> Format:
+        enforced = self._use.required or bool(function.strict)
+        schema = _parameters(function) if enforced else _ANY_OBJECT
+        try:
+            match self._syntax.style:
+                case Style.PYTHON:
+                    return python_arguments(schema)
+                case Style.GEMMA:
+                    return gemma_arguments(schema)
+                case style:
+                    return json_schema(schema, style.value)
+        except RequestError as error:
+            what = f"The schema of the function {shown(function.name)}"
+            raise RequestError(f"{what} cannot be enforced: {error}.") from None
 
 
 def _parameters(function: Function) -> Mapping[str, Any]:
@@ -142,7 +181,7 @@ def _parameters(function: Function) -> Mapping[str, Any]:
 def _format_of(grammar: Grammar) -> Format:
     """The grammar of an answer, as a part of a structural tag."""
     if grammar.kind == REGEX:
-        return _regex(grammar.text)
+        return regex(grammar.text)
     if grammar.kind == EBNF:
         return {"type": "grammar", "grammar": grammar.text}
     value = json.loads(grammar.text)
@@ -157,33 +196,11 @@ def _format_of(grammar: Grammar) -> Format:
     return inner
 
 
-def _reasoning(opened: bool) -> Format:
+def _reasoning(syntax: ReasoningSyntax, opened: bool) -> Format:
     """Up to its end; `opened`: it has begun, else there may be none."""
-    begin, text = _text(reasoning.BEGIN), {"type": "any_text"}
-    ended = {"type": "tag", "begin": "", "content": text, "end": reasoning.END}
-    space = _regex("\\n{0,2}")
+    begin = text(syntax.begin[0])
+    ended = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": syntax.end[0]}
+    following = regex(syntax.following) if syntax.following else text("")
     if opened:  # some models begin it again
-        return _sequence(_optional(begin), ended, space)
-    return _optional(_sequence(begin, ended, space))
-
-
-def _text(value: str) -> Format:
-    return {"type": "const_string", "value": value}
-
-
-def _regex(pattern: str) -> Format:
-    return {"type": "regex", "pattern": pattern}
-
-
-def _optional(content: Format) -> Format:
-    return {"type": "optional", "content": content}
-
-
-def _sequence(*elements: Format) -> Format:
-    """Makes a sequence without empty texts."""
-    kept = [each for each in elements if each != _text("")]
-    return kept[0] if len(kept) == 1 else {"type": "sequence", "elements": kept}
-
-
-def _or(*elements: Format) -> Format:
-    return elements[0] if len(elements) == 1 else {"type": "or", "elements": list(elements)}
+        return sequence(optional(begin), ended, following)
+    return optional(sequence(begin, ended, following))

@@ -48,6 +48,11 @@ class ToolUse:
     def names(self) -> tuple[str, ...]:
         return tuple(function.name for function in self.functions)
 
+    @property
+    def schemas(self) -> dict[str, dict[str, Any]]:
+        """The functions, with the schemas of their arguments."""
+        return {function.name: function.parameters or {} for function in self.functions}
+
 
 def tool_use(
     functions: Sequence[Function], choice: ToolChoice, parallel: bool | None, form: OutputFormat
@@ -151,24 +156,51 @@ def template_messages(
     Raises:
         RequestError: invalid tool calls.
     """
-    return [_message(message, style) for message in messages]
+    numbered = _Ids(style.call_id)
+    return [_message(message, style, numbered) for message in messages]
 
 
-def _message(message: Mapping[str, Any], style: CallStyle) -> dict[str, Any]:
+class _Ids:
+    """Ids of calls as the template wants them: by function and number within the conversation."""
+
+    def __init__(self, form: str) -> None:
+        """`form`: as `CallStyle.call_id`; "": ids stay as they are."""
+        self._form = form
+        self._known: dict[Any, str] = {}  # by the id in the request
+        self._count = 0
+
+    def of_call(self, given: Any, name: str) -> Any:
+        if not self._form:
+            return given
+        made = self._form.format(name=name, index=self._count)
+        self._count += 1
+        if isinstance(given, str):
+            self._known[given] = made
+        return made
+
+    def of_result(self, given: Any) -> Any:
+        return self._known.get(given, given) if isinstance(given, str) else given
+
+
+def _message(message: Mapping[str, Any], style: CallStyle, ids: _Ids) -> dict[str, Any]:
     out = {name: value for name, value in message.items() if value is not None or name == "content"}
     if "reasoning" in out:  # as answers call it too
         out.setdefault("reasoning_content", out.pop("reasoning"))
+    if "reasoning_content" in out and not out.get("content"):  # templates refuse both
+        out.setdefault(style.reasoning_key, out["reasoning_content"])
+    if "tool_call_id" in out:
+        out["tool_call_id"] = ids.of_result(out["tool_call_id"])
     calls = out.pop("tool_calls", None)
     if not calls:
         return out
     if not isinstance(calls, list):
         raise RequestError(f"tool_calls must be a list, got {shown(calls)}.")
-    out["tool_calls"] = [_call(call, style) for call in calls]
+    out["tool_calls"] = [_call(call, style, ids) for call in calls]
     out["content"] = out.get("content") or style.empty_content
     return out
 
 
-def _call(call: Any, style: CallStyle) -> dict[str, Any]:
+def _call(call: Any, style: CallStyle, ids: _Ids) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise RequestError(
@@ -176,7 +208,9 @@ def _call(call: Any, style: CallStyle) -> dict[str, Any]:
             f" {shown(call)}."
         )
     arguments = _arguments(function.get("arguments"), style)
-    return {"type": "function", **call, "function": {**function, "arguments": arguments}}
+    named = {"id": ids.of_call(call.get("id"), function["name"])} if style.call_id else {}
+    changed = {**named, "function": {**function, "arguments": arguments}}
+    return {"type": "function", **call, **changed}
 
 
 def _arguments(given: Any, style: CallStyle) -> Any:

@@ -1,16 +1,29 @@
-"""How a model writes calls, for the grammars that enforce them."""
+"""How a model writes calls: what parsers read by, and grammars enforce."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
+
+
+class Style(Enum):
+    """How arguments are written. Values: xgrammar's names, where it has one."""
+
+    JSON = "json"
+    QWEN_XML = "qwen_xml"
+    GLM_XML = "glm_xml"
+    MINIMAX_XML = "minimax_xml"
+    PYTHON = "python"  # key=value, ...
+    GEMMA = "gemma"  # {key:value,...}
 
 
 @dataclass(frozen=True)
 class CallSyntax:
-    """`opening call separator call closing`; or, if `one_each`, `opening call closing` repeatedly.
+    """`opening inner call separator call closing`, or, if `one_each`, `opening call closing` again
+    and again.
 
-    A call is `begin[0] name begin[1] arguments end`. Written as models write it: grammars allow
-    nothing else, parsers are more tolerant.
+    A call is `begin[0] prefix name begin[1] arguments end`. Written as models write it: grammars
+    allow nothing else, parsers are more tolerant.
     """
 
     opening: str  # where it occurs, a call must follow
@@ -19,4 +32,11 @@ class CallSyntax:
     closing: str = ""
     separator: str = ""
     one_each: bool = False
-    bare: bool = False  # at the beginning of an answer calls need no opening
+    bare: str = ""  # what calls without an opening begin with, at the beginning of an answer
+    style: Style = Style.JSON
+    inner: str = ""  # before the first call
+    prefix: str = ""  # of the name
+    number: str = ""  # after the name, before the call's number
+    others: tuple[str, ...] = ()  # further forms of `begin[1]`
+    leads: tuple[str, ...] = ()  # what stands before an opening where nothing else does
+    single: bool = False  # an answer has one call at most

@@ -16,7 +16,6 @@ BEGIN, END = "<tool_call>", "</tool_call>"
 
 class HermesParser(ObjectCallParser):
     markers = (BEGIN,)
-    argument_keys = ("arguments",)
     syntax = CallSyntax(
         opening=BEGIN,
         begin=('\n{"name": "', '", "arguments": '),

@@ -1,4 +1,4 @@
-"""Tool calls as Llama 3.1, 3.2 and 3.3 write them: JSON objects instead of an answer.
+"""Tool calls as Llama 3.1, 3.2, 3.3 and 4 write them: JSON objects instead of an answer.
 
 {"name": "get_weather", "parameters": {"city": "Paris"}}
 <|python_tag|>{"name": "a", "parameters": {}}; {"name": "b", "parameters": {}}
@@ -12,17 +12,18 @@ from forerun.server.parsers.object_calls import ObjectCallParser
 from forerun.server.parsers.scanner import Reading
 
 TAG, SEPARATOR = "<|python_tag|>", ";"
+START, END = "<|python_start|>", "<|python_end|>"  # of Llama 4
 
 
 class Llama3Parser(ObjectCallParser):
-    markers = (TAG,)
+    markers = (TAG, START)
     argument_keys = ("parameters", "arguments")
     syntax = CallSyntax(
         opening=TAG,
         begin=('{"name": "', '", "parameters": '),
         end="}",
         separator=f"{SEPARATOR} ",
-        bare=True,
+        bare="{",
     )
 
     def _beginning(self) -> Reading[str]:
@@ -42,6 +43,9 @@ class Llama3Parser(ObjectCallParser):
             if self._char == SEPARATOR:
                 yield from self._consume()
                 yield from self._spaces()
+            if self._char == END[0]:
+                yield from self._closing(END)
+                return
             if self._char != "{":
                 self._emit(Text, "".join(self._raw))
                 return

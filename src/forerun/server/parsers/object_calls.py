@@ -5,14 +5,29 @@ from __future__ import annotations
 from typing import ClassVar
 
 from forerun.server.parsers.call_object import CallObject
-from forerun.server.parsers.events import Arguments
 from forerun.server.parsers.json_object import Malformed
 from forerun.server.parsers.scanner import Reading
 from forerun.server.parsers.tool_parser import ToolParser
 
 
 class ObjectCallParser(ToolParser):
-    argument_keys: ClassVar[tuple[str, ...]]
+    argument_keys: ClassVar[tuple[str, ...]] = ("arguments",)
+
+    def _objects(self) -> Reading[None]:
+        """One call, or a list of them. A list may end before its bracket.
+
+        Raises:
+            Malformed: something else.
+        """
+        yield from self._spaces()
+        if self._char != "[":
+            yield from self._object()
+            return
+        word = yield from self._literal("[")
+        while word in ("[", ","):
+            yield from self._spaces()
+            yield from self._object()
+            word = yield from self._closing(",", "]")
 
     def _object(self) -> Reading[None]:
         """One call.
@@ -25,8 +40,8 @@ class ObjectCallParser(ToolParser):
             if not self._char:
                 raise Malformed
             call.push(self._char)
-            if call.name is not None and not self._announced:
+            if call.name is not None and self._announced is None:
                 self._announce(call.name)
-            self._events.append(Arguments(call.take()))
+            self._argue(call.take())
             yield from self._consume()
         self._complete()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection
-from typing import ClassVar
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, ClassVar
 
 from forerun.server.parsers.call_syntax import CallSyntax
 from forerun.server.parsers.events import Arguments, CallBroken, CallEnd, CallStart, Text
@@ -24,13 +24,20 @@ class ToolParser(Scanner):
 
     markers: ClassVar[tuple[str, ...]]  # what calls begin with
     syntax: ClassVar[CallSyntax]
+    call_id: ClassVar[str] = ""  # how templates want ids of calls: of {name} and {index}
 
-    def __init__(self, names: Collection[str]) -> None:
-        """`names`: of the functions that may be called."""
-        self._names = frozenset(names)
+    def __init__(self, functions: Mapping[str, Mapping[str, Any]]) -> None:
+        """`functions`: those that may be called, by name, with the schemas of their arguments."""
+        self._functions = functions
         self._raw: list[str] = []  # consumed, and not emitted as text or as a complete call
-        self._announced = False  # the call that is being read
+        self._marker = ""  # what the calls that are being read began with
+        self._announced: str | None = None  # the call that is being read
         super().__init__()
+
+    @classmethod
+    def written_as(cls, template: str) -> type[ToolParser]:
+        """The parser of the variant of the format that a conversation in the template shows."""
+        return cls
 
     @abstractmethod
     def _calls(self) -> Reading[None]:
@@ -52,7 +59,7 @@ class ToolParser(Scanner):
     def _read(self) -> Reading[None]:
         held = yield from self._beginning()
         while marker := (yield from self._text(self.markers, held=held)):
-            held, self._raw = "", [marker]
+            held, self._raw, self._marker = "", [marker], marker.strip()
             yield from self._guarded(self._calls())
 
     def _guarded(self, calls: Reading[None]) -> Reading[None]:
@@ -60,9 +67,9 @@ class ToolParser(Scanner):
         try:
             yield from calls
         except Malformed:
-            if self._announced:
+            if self._announced is not None:
                 self._events.append(CallBroken(cut=not self._char))
-            self._announced = False
+            self._announced = None
             self._emit(Text, "".join(self._raw))
         self._raw = []
 
@@ -90,19 +97,57 @@ class ToolParser(Scanner):
             yield from self._consume()
         return read
 
-    def _line(self, end: str) -> Reading[str]:
-        """Text before the character `end`, which is not consumed.
+    def _word(self, word: str) -> Reading[None]:
+        """A word after spaces; none if it is empty.
+
+        Raises:
+            Malformed: something else.
+        """
+        if word:
+            yield from self._spaces()
+            yield from self._literal(word)
+
+    def _name(self, ends: str) -> Reading[str]:
+        """Text before any of the characters `ends`, which is not consumed, without outer spaces.
 
         Raises:
             Malformed: the text ends, or is too long for a name.
         """
         read = ""
-        while self._char != end:
+        while not self._char or self._char not in ends:
             read += self._char
             if not self._char or len(read) > MAX_NAME_LENGTH:
                 raise Malformed
             yield from self._consume()
-        return read
+        return read.strip()
+
+    def _until(self, words: Collection[str], put: Callable[[str], None]) -> Reading[str]:
+        """Gives `put` the text before the first of `words`, and consumes that.
+
+        What a word begins with must not occur in it again. If a word is another one after a line
+        break, both must be given.
+
+        Returns:
+            The word.
+
+        Raises:
+            Malformed: the text ends.
+        """
+        prefixes = {word[:n] for word in words for n in range(1, len(word) + 1)}
+        candidate = ""
+        while self._char:
+            if candidate + self._char in prefixes:
+                candidate += self._char
+                yield from self._consume()
+                if candidate in words:
+                    return candidate
+            elif candidate:
+                put(candidate)
+                candidate = ""
+            else:
+                put(self._char)
+                yield from self._consume()
+        raise Malformed
 
     def _closing(self, *words: str) -> Reading[str]:
         """What closes a complete call, after spaces. It is not missed where the text ends.
@@ -134,22 +179,26 @@ class ToolParser(Scanner):
             if not char:
                 raise Malformed
             scanner.push(char)
-            self._events.append(Arguments(char))
+            self._argue(char)
             yield from self._consume()
         self._complete()
+
+    def _argue(self, text: str) -> None:
+        """More of the announced call's arguments."""
+        self._events.append(Arguments(text))
 
     def _announce(self, name: str) -> None:
         """
         Raises:
             Malformed: there is no such function.
         """
-        if name not in self._names:
+        if name not in self._functions:
             raise Malformed
         self._events.append(CallStart(name))
-        self._announced = True
+        self._announced = name
 
     def _complete(self) -> None:
         self._events.append(CallEnd())
-        self._announced = False
+        self._announced = None
         self._trims = True
         self._raw = []

@@ -1,0 +1,27 @@
+"""Tool calls as Granite 3 writes them: a list of JSON objects, once. Granite 4 writes Hermes'.
+
+<|tool_call|>[{"name": "get_weather", "arguments": {"city": "Paris"}}]
+"""
+
+from __future__ import annotations
+
+from forerun.server.parsers.call_syntax import CallSyntax
+from forerun.server.parsers.object_calls import ObjectCallParser
+from forerun.server.parsers.scanner import Reading
+
+TOKEN = "<|tool_call|>"
+
+
+class GraniteParser(ObjectCallParser):
+    markers = (TOKEN, "<tool_call>", "<function_call>")  # of Granite 3.0, 3.1 and 20B
+    syntax = CallSyntax(
+        opening=TOKEN,
+        inner="[",
+        begin=('{"name": "', '", "arguments": '),
+        end="}",
+        closing="]",
+        separator=", ",
+    )
+
+    def _calls(self) -> Reading[None]:
+        yield from self._objects()

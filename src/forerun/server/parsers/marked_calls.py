@@ -1,0 +1,77 @@
+"""The base of formats whose names stand between markers: `CallSyntax` says all about them."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from forerun.server.parsers.scanner import Reading
+from forerun.server.parsers.tool_parser import ToolParser
+
+
+class MarkedCallParser(ToolParser):
+    """Reads `CallSyntax`, with any space where it has one or between its parts."""
+
+    name_ends: ClassVar[str]  # characters, none of which is in a name
+
+    def _calls(self) -> Reading[None]:
+        closing = self.syntax.closing.strip()
+        first, *others = self.syntax.begin[0].split() or [""]
+        yield from self._words(self.syntax.begin[0])
+        while True:
+            last = yield from self._call()
+            if last == closing:
+                return
+            if self.syntax.one_each:
+                yield from self._closing(closing)
+                return
+            if (yield from self._closing(first, closing)) != first:
+                return
+            yield from self._words(" ".join(others))
+
+    def _call(self) -> Reading[str]:
+        """A call from its name on, with its end.
+
+        Returns:
+            What was read last.
+        """
+        name = yield from self._name(self.name_ends)
+        yield from self._words(self.syntax.begin[1])
+        self._announce(self._function(name))
+        return (yield from self._written_arguments())
+
+    def _function(self, name: str) -> str:
+        """The function that a name stands for."""
+        return name
+
+    def _written_arguments(self) -> Reading[str]:
+        """The arguments of the announced call with what ends the call.
+
+        Returns:
+            What was read last.
+
+        Raises:
+            Malformed: something else.
+        """
+        yield from self._spaces()
+        yield from self._arguments()
+        yield from self._ending(self.syntax.end)
+        return self.syntax.end
+
+    def _words(self, text: str) -> Reading[None]:
+        """The words of `text`, with any spaces before each.
+
+        Raises:
+            Malformed: something else.
+        """
+        for word in text.split():
+            yield from self._spaces()
+            yield from self._literal(word)
+
+    def _ending(self, text: str) -> Reading[None]:
+        """The words of `text` after a complete call; they are not missed where the text ends.
+
+        Raises:
+            Malformed: something else.
+        """
+        for word in text.split():
+            yield from self._closing(word)

@@ -1,0 +1,181 @@
+"""Tool calls whose arguments are elements, of which a string has no quotes and no escapes.
+
+Qwen3-Coder and Qwen 3.5:  <tool_call>
+                           <function=get_weather>
+                           <parameter=city>
+                           Paris
+                           </parameter>
+                           </function>
+                           </tool_call>
+GLM 4.5 and later:         <tool_call>get_weather
+                           <arg_key>city</arg_key>
+                           <arg_value>Paris</arg_value>
+                           </tool_call>
+MiniMax M2:                <minimax:tool_call>
+                           <invoke name="get_weather">
+                           <parameter name="city">Paris</parameter>
+                           </invoke>
+                           </minimax:tool_call>
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import ClassVar
+
+from forerun.server.parsers.argument_values import (
+    STRING,
+    allowed_types,
+    ends_in_string,
+    escaped,
+    property_schema,
+    typed,
+)
+from forerun.server.parsers.call_syntax import CallSyntax, Style
+from forerun.server.parsers.json_object import Malformed
+from forerun.server.parsers.marked_calls import MarkedCallParser
+from forerun.server.parsers.scanner import Reading
+from forerun.server.parsers.tool_parser import ToolParser
+
+_GLM_CALL = re.compile(r"<tool_call>[\w.-]+(\n|<)")
+
+
+@dataclass(frozen=True)
+class XmlSyntax:
+    """How an argument is written: `key[0] name key[1] value[0] value value[1]`."""
+
+    key: tuple[str, str]
+    value: tuple[str, str]
+    lines: bool = False  # values are lines of their own; the next line's mark ends one, too
+
+
+class XmlCallParser(MarkedCallParser):
+    xml: ClassVar[XmlSyntax]
+
+    def _written_arguments(self) -> Reading[str]:
+        ends = tuple(filter(None, (self.syntax.end.strip(), self.syntax.closing.strip())))
+        begin = self.xml.key[0]
+        keys: set[str] = set()
+        word = yield from self._mark(begin, *ends)
+        while word == begin:
+            key = yield from self._name(self.xml.key[1][0])
+            yield from self._literal(self.xml.key[1])
+            if key in keys:
+                raise Malformed
+            self._argue(f"{', ' if keys else '{'}{json.dumps(key, ensure_ascii=False)}: ")
+            keys.add(key)
+            yield from self._word(self.xml.value[0])
+            word = yield from self._value(key, begin, *ends)
+            if word == self.xml.value[1]:
+                word = yield from self._mark(begin, *ends)
+        self._argue("}" if keys else "{}")
+        self._complete()
+        return word
+
+    def _mark(self, *words: str) -> Reading[str]:
+        yield from self._spaces()
+        return (yield from self._literal(*words))
+
+    def _value(self, key: str, *following: str) -> Reading[str]:
+        """A value, emitted as it comes where it can only be a string.
+
+        Returns:
+            What ended it.
+        """
+        assert self._announced is not None
+        root = self._functions[self._announced]
+        types = allowed_types(property_schema(root, key), root)
+        end = self.xml.value[1]
+        words = (end, *(f"\n{word}" for word in (end, *following))) if self.xml.lines else (end,)
+        if self.xml.lines and self._char == "\n":
+            yield from self._consume()
+        if types == {STRING}:
+            self._argue('"')
+            word = yield from self._until(words, lambda text: self._argue(escaped(text)))
+            self._argue('"')
+        else:
+            text, word = "", ""
+            while not word or ends_in_string(text):  # a mark in a string of JSON ends nothing
+                parts = [word]
+                word = yield from self._until(words, parts.append)
+                text += "".join(parts)
+            self._argue(typed(text, types))
+        return word.removeprefix("\n")
+
+
+class Qwen3CoderParser(XmlCallParser):
+    markers = ("<tool_call>", "<function=")  # the model leaves out the first one at times
+    name_ends = ">"
+    xml = XmlSyntax(("<parameter=", ">"), ("", "</parameter>"), lines=True)
+    syntax = CallSyntax(
+        opening="<tool_call>",
+        begin=("\n<function=", ">\n"),
+        end="</function>\n",
+        closing="</tool_call>",
+        separator="\n",
+        one_each=True,
+        style=Style.QWEN_XML,
+    )
+
+    def _calls(self) -> Reading[None]:
+        """Any mark around a function may be missing."""
+        opening, function = self.markers
+        word = self._marker
+        while word in self.markers:
+            if word == opening:
+                yield from self._words(function)
+            word = yield from self._call()
+            if word != self.syntax.closing:
+                word = yield from self._closing(self.syntax.closing, *self.markers)
+
+
+class GlmParser(XmlCallParser):
+    """GLM 4.7 and later, which write no line breaks."""
+
+    markers = ("<tool_call>",)
+    name_ends = "<\n"
+    xml = XmlSyntax(("<arg_key>", "</arg_key>"), ("<arg_value>", "</arg_value>"))
+    syntax = CallSyntax(
+        opening="<tool_call>",
+        begin=("", ""),
+        end="",
+        closing="</tool_call>",
+        one_each=True,
+        style=Style.GLM_XML,
+    )
+
+    @classmethod
+    def written_as(cls, template: str) -> type[ToolParser]:
+        match = _GLM_CALL.search(template)
+        if match is None:
+            return cls
+        return Glm45Parser if match[1] == "\n" else GlmParser
+
+
+class Glm45Parser(GlmParser):
+    """GLM 4.5 and 4.6."""
+
+    syntax = CallSyntax(
+        opening="<tool_call>",
+        begin=("", "\n"),
+        end="",
+        closing="</tool_call>",
+        separator="\n",
+        one_each=True,
+        style=Style.GLM_XML,
+    )
+
+
+class MiniMaxM2Parser(XmlCallParser):
+    markers = ("<minimax:tool_call>",)
+    name_ends = '"'
+    xml = XmlSyntax(('<parameter name="', '">'), ("", "</parameter>"))
+    syntax = CallSyntax(
+        opening="<minimax:tool_call>",
+        begin=('\n<invoke name="', '">\n'),
+        end="</invoke>",
+        closing="\n</minimax:tool_call>",
+        style=Style.MINIMAX_XML,
+    )

@@ -1,0 +1,311 @@
+"""Every family's round trip: tools → prompt → raw answer → calls and reasoning → prompt again."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from forerun.server.openai.output_format import choose_format
+from forerun.server.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
+from tests.server import family_templates as written
+from tests.server.scripted import Scripted, tokenizer
+from tests.server.walking import Walking
+
+ASK: Any = [{"role": "user", "content": "Is it warm in Zürich?"}]
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer"},
+        "hourly": {"type": "boolean"},
+        "tags": {"type": "array", "items": {"type": "string"}},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+def function(name: str, schema: Any, strict: bool | None = None) -> Any:
+    return {"type": "function", "function": {"name": name, "parameters": schema, "strict": strict}}
+
+
+TOOLS = [function("weather", WEATHER), function("now", NOTHING)]
+STRICT = [function("weather", WEATHER, strict=True), function("now", NOTHING, strict=True)]
+CITY = {"city": 'Zürich "{\\n}"', "days": 3}
+CALLS = [("weather", CITY), ("now", {})]
+
+
+@dataclass(frozen=True)
+class Family:
+    """What is published of one."""
+
+    template: str
+    tools: str  # the parsers that the template calls for
+    reasoning: str
+    thought: str  # how an answer begins; "" without reasoning
+    calls: str  # the two calls
+    special: tuple[str, ...] = ()
+    again: str | None = None  # the calls in the prompt, where they are written otherwise there
+    single: bool = False  # one call an answer
+
+    @property
+    def tokenizer(self) -> Any:
+        return tokenizer(self.template, special=self.special)
+
+    @property
+    def with_marks(self) -> Any:
+        """A tokenizer whose tokens end what has no end otherwise."""
+        marks = [mark for mark in _ENDS if mark not in self.special]
+        return tokenizer(self.template, marks, self.special)
+
+
+_ENDS = ("</think>", "</parameter>", "</arg_value>", "Here is my response:")
+_JSON = json.dumps(CITY, ensure_ascii=False)
+_CHANNELS = ("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|constrain|>", "<|call|>")
+FAMILIES = {
+    "gpt-oss": Family(
+        written.GPT_OSS,
+        "gpt-oss",
+        "gpt-oss",
+        "<|channel|>analysis<|message|>The user asks.<|end|><|start|>assistant",
+        f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{_JSON}",
+        _CHANNELS,
+        "<|start|>assistant to=functions.weather<|channel|>commentary json<|message|>"
+        f"{_JSON}<|call|>",
+        single=True,
+    ),
+    "qwen3-coder": Family(
+        written.QWEN3_CODER,
+        "qwen3_coder",
+        "deepseek-r1",
+        "The user asks.\n</think>\n\n",
+        f"<tool_call>\n<function=weather>\n<parameter=city>\n{CITY['city']}\n</parameter>\n"
+        "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>\n"
+        "<tool_call>\n<function=now>\n</function>\n</tool_call>",
+    ),
+    "glm-4.5": Family(
+        written.GLM45,
+        "glm45",
+        "qwen3",
+        "<think>The user asks.</think>\n",
+        f"<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>{CITY['city']}</arg_value>\n"
+        "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n"
+        "<tool_call>now\n</tool_call>",
+    ),
+    "glm-4.7": Family(
+        written.GLM47,
+        "glm45",
+        "deepseek-r1",
+        "The user asks.</think>",
+        f"<tool_call>weather<arg_key>city</arg_key><arg_value>{CITY['city']}</arg_value>"
+        "<arg_key>days</arg_key><arg_value>3</arg_value></tool_call>"
+        "<tool_call>now</tool_call>",
+    ),
+    "kimi-k2": Family(
+        written.KIMI_K2,
+        "kimi_k2",
+        "qwen3",
+        "<think>The user asks.</think>",
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0"
+        f"<|tool_call_argument_begin|>{_JSON}<|tool_call_end|><|tool_call_begin|>functions.now:1"
+        "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
+        (
+            "<|tool_calls_section_begin|>",
+            "<|tool_call_begin|>",
+            "<|tool_call_argument_begin|>",
+            "<|tool_call_end|>",
+            "<|tool_calls_section_end|>",
+        ),
+    ),
+    "gemma-4": Family(
+        written.GEMMA4,
+        "gemma4",
+        "gemma4",
+        "<|channel>thought\nThe user asks.<channel|>",
+        f'<|tool_call>call:weather{{city:<|"|>{CITY["city"]}<|"|>,days:3}}<tool_call|>'
+        "<|tool_call>call:now{}<tool_call|>",
+        ("<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>"),
+    ),
+    "mistral": Family(
+        written.MISTRAL,
+        "mistral",
+        "mistral",
+        "[THINK]The user asks.[/THINK]",
+        f'[TOOL_CALLS][{{"name": "weather", "arguments": {_JSON}}}, '
+        '{"name": "now", "arguments": {}}]',
+        ("[TOOL_CALLS]", "[THINK]", "[/THINK]"),
+        f'[TOOL_CALLS][{{"name": "weather", "arguments": {_JSON}, "id": "000000000"}}, '
+        '{"name": "now", "arguments": {}, "id": "000000001"}]',
+    ),
+    "mistral-args": Family(
+        written.MISTRAL_ARGS,
+        "mistral",
+        "mistral",
+        "[THINK]The user asks.[/THINK]",
+        f"[TOOL_CALLS]weather[ARGS]{_JSON}[TOOL_CALLS]now[ARGS]{{}}",
+        ("[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"),
+    ),
+    "minimax-m2": Family(
+        written.MINIMAX_M2,
+        "minimax-m2",
+        "deepseek-r1",
+        "The user asks.\n</think>\n\n",
+        '<minimax:tool_call>\n<invoke name="weather">\n'
+        f'<parameter name="city">{CITY["city"]}</parameter>\n<parameter name="days">3</parameter>\n'
+        '</invoke>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>',
+    ),
+    "llama-4": Family(
+        written.LLAMA4,
+        "pythonic",
+        "none",
+        "",
+        f"[weather(city={json.dumps(CITY['city'], ensure_ascii=False)}, days=3), now()]",
+    ),
+    "granite": Family(
+        written.GRANITE,
+        "granite",
+        "granite",
+        "Here is my thought process: The user asks. Here is my response: ",
+        f'<|tool_call|>[{{"name": "weather", "arguments": {_JSON}}}, '
+        '{"name": "now", "arguments": {}}]',
+        ("<|tool_call|>",),
+    ),
+    "olmo-3": Family(
+        written.OLMO3,
+        "olmo3",
+        "deepseek-r1",
+        "The user asks.</think>",
+        f"<function_calls>weather(city={json.dumps(CITY['city'], ensure_ascii=False)}, days=3)\n"
+        "now()</function_calls>",
+    ),
+}
+THINKING = {"chat_template_kwargs": {"enable_thinking": True}}
+
+
+def parsed(got: Any, stream: bool) -> tuple[str, str, list[tuple[str, Any]], str]:
+    """Content, reasoning, calls, finish reason."""
+    deltas = [c.choices[0].delta for c in got] if stream else [got.choices[0].message]
+    text = "".join(delta.content or "" for delta in deltas)
+    thoughts = [(delta.model_extra or {}).get("reasoning_content") or "" for delta in deltas]
+    calls: list[list[str]] = []
+    for delta in deltas:
+        for call in delta.tool_calls or []:
+            if call.function.name is not None:
+                calls.append([call.function.name, ""])
+            calls[-1][1] += call.function.arguments
+    finish = got[-1].choices[0].finish_reason if stream else got.choices[0].finish_reason
+    return text, "".join(thoughts), [(name, json.loads(args)) for name, args in calls], finish
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_parsers_are_chosen_by_the_template(family: Family) -> None:
+    chosen = dict(choose_format("auto", "auto", family.tokenizer).explain)
+    assert chosen["tools"].startswith(f"{family.tools} (")
+    assert chosen["reasoning"].startswith(f"{family.reasoning} (")
+
+
+@pytest.mark.parametrize("step", [1, 5, 10_000])
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_an_answer_is_parsed_whole_and_streamed(family: Family, step: int) -> None:
+    thought = "The user asks." if family.thought else ""
+    calls = CALLS[:1] if family.single else CALLS
+    for stream in (False, True):
+        scripted = Scripted(family.tokenizer, family.thought + family.calls, step=step)
+        got = scripted.chat(messages=ASK, tools=TOOLS, stream=stream, extra_body=THINKING)
+        assert parsed(got, stream) == ("", thought, calls, "tool_calls")
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_calls_and_results_go_back_into_the_prompt(family: Family) -> None:
+    made = family.tokenizer
+    answer = Scripted(made, family.thought + family.calls).chat(
+        messages=ASK, tools=TOOLS, extra_body=THINKING
+    )
+    message = answer.choices[0].message.model_dump()
+    results = [
+        {"role": "tool", "tool_call_id": call["id"], "content": "20 °C"}
+        for call in message["tool_calls"]
+    ]
+    scripted = Scripted(made, "Yes.")
+    scripted.chat(messages=[*ASK, message, *results], tools=TOOLS)
+    (prompt,) = scripted.engine.prompts
+    assert (family.again or family.calls) in prompt
+    assert "20 °C" in prompt
+
+
+def test_results_refer_to_calls_by_the_ids_of_the_prompt() -> None:
+    calls = [
+        {"id": f"call_{at}", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+        for at in range(2)
+    ]
+    turn = {"role": "assistant", "content": None, "tool_calls": calls}
+    results = [{"role": "tool", "tool_call_id": f"call_{at}", "content": "x"} for at in (1, 0)]
+    scripted = Scripted(FAMILIES["kimi-k2"].tokenizer, "Yes.")
+    scripted.chat(messages=[*ASK, turn, *results], tools=TOOLS)
+    (prompt,) = scripted.engine.prompts
+    assert prompt.index("Return of functions.now:1") < prompt.index("Return of functions.now:0")
+
+
+# --- grammars ------------------------------------------------------------------------------------
+
+
+def grammar(family: Family, **body: Any) -> Any:
+    scripted = Scripted(family.tokenizer, family.thought + family.calls)
+    scripted.chat(messages=ASK, **body)
+    return scripted.engine.grammars[0].text
+
+
+def accepts(tag: str, text: str) -> bool:
+    import xgrammar
+    from xgrammar.testing import _is_grammar_accept_string
+
+    accepted: bool = _is_grammar_accept_string(xgrammar.Grammar.from_structural_tag(tag), text)
+    return accepted
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_grammars_accept_what_models_write_and_no_other_functions(family: Family) -> None:
+    pytest.importorskip("xgrammar")
+    raw = family.thought + family.calls
+    for body in ({"tools": TOOLS, "tool_choice": "required"}, {"tools": STRICT}):
+        tag = grammar(family, extra_body=THINKING, **body)
+        assert accepts(tag, raw)
+        assert not accepts(tag, raw.replace("weather", "rain"))
+        assert not accepts(tag, raw.replace("days", "nights"))
+        assert accepts(tag, family.thought + "Yes.") == ("tool_choice" not in body)
+    named = {"type": "function", "function": {"name": "now"}}
+    tag = grammar(family, tools=TOOLS, tool_choice=named, extra_body=THINKING)
+    assert not accepts(tag, raw)
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_whatever_a_grammar_allows_is_read_as_valid_calls(tmp_path: Path, family: Family) -> None:
+    pytest.importorskip("xgrammar")
+    schemas = {"weather": WEATHER, "now": NOTHING}
+    for seed in range(3):
+        for stream in (False, True):
+            walking = Walking(family.with_marks, tmp_path, seed)
+            body: Any = {"messages": ASK, "tools": TOOLS, "tool_choice": "required"}
+            text, _, calls, finish = parsed(walking.chat(**body, stream=stream), stream)
+            assert (text, finish) == ("", "tool_calls"), walking.engine.walked
+            for name, arguments in calls:
+                jsonschema.validate(arguments, schemas[name])
+
+
+def test_names_are_those_of_the_peers() -> None:
+    """SGLang's and vLLM's, where both name a family."""
+    for names in (
+        ("gpt-oss", "openai"),
+        ("minimax-m2", "minimax_m2"),
+        ("pythonic", "llama4_pythonic"),
+        ("qwen3_coder", "qwen3_xml"),
+        ("deepseekv3", "deepseek_v3"),
+    ):
+        assert len({TOOL_PARSERS[name] for name in names}) == 1
+    assert REASONING_PARSERS["gpt-oss"] is REASONING_PARSERS["openai_gptoss"]
