@@ -39,7 +39,8 @@ class ChatPrompt(StrictModel):
         None, max_length=MAX_VARIABLES, description="Variables of the model's chat template"
     )
     reasoning_effort: Effort | None = Field(
-        None, description="A variable of the chat template, and enable_thinking, which none sets to false"
+        None,
+        description="A variable of the chat template; enable_thinking is set, too (none: false)",
     )
     add_generation_prompt: bool | None = Field(
         None, description="False: the prompt ends with the last message"
