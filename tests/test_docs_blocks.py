@@ -70,6 +70,8 @@ SMALLER = {"forerun eval word-problems": "--num-examples 2 --max-new-tokens 8"}
 LEFT_OUT = {
     "Qwen/": "downloads a model",
     "--preset qwen3-8b  ": "16 GB of random weights",
+    "forerun train ": "tests/train/test_tutorial.py, in order and in a folder",
+    "--speculative-draft-model-path run/draft": "the tutorial's draft, there too",
     "forerun bench one-batch --batch-size": "a minute; tests/bench/test_cli_measure.py",
     "forerun bench http": "a minute; tests/server/test_bench_http.py",
     "forerun bench serving": "tests/bench/serving loads a server",

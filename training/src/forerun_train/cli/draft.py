@@ -24,6 +24,8 @@ def option_flags() -> list[Flag]:
             continue
         kind = value_type(hints[each.name])
         text = each.metadata["help"]
+        if each.name == "target":
+            text += " (default: the bundled one)"
         if each.default not in (MISSING, None, False) and each.default != ():
             text += f" (default: {_shown(each.default)})"
         default = False if each.default is False else None
@@ -45,6 +47,10 @@ def command(kind: str) -> Callable[..., None]:
 
     @with_flags(options=option_flags)
     def train(preset: Preset = None, *, options: Values) -> None:
+        if "target" not in options:
+            from forerun.llm.bundled import bundled
+
+            options["target"] = str(bundled("target"))
         found = TrainOptions.of(preset, {"kind": kind, **options})
         from forerun_train.trainer.run import run  # torch, after the checks above
 

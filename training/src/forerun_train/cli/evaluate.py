@@ -149,7 +149,11 @@ def show(
     console.print(scores_table(scores))
     console.print(positions_table(scores))
     for mode, reliability in found.items():
-        console.print(reliability_table(mode, reliability))
+        error, after = (
+            reliability[f"expected_calibration_error{end}"] for end in ("", "_calibrated")
+        )
+        console.print(f"confidences, {mode}: ECE {error:.1%}, calibrated {after:.1%}")
+        console.print(reliability_table(reliability))
     console.print(Text(made_with(dict(where)), style="dim"), soft_wrap=True)
 
 
@@ -158,10 +162,10 @@ def scores_table(scores: list[Score]) -> Table:
     timed = any(each.comparison is not None for each in scores)
     table = Table()
     table.add_column("dataset", overflow="fold", min_width=13)
-    for name in ("T", "prompts", "accept length"):
+    for name in ("T", "prompts", "accept\nlength"):
         table.add_column(name, justify="right")
     if timed:
-        for name in ("plain tok/s", "tok/s", "speed-up", "equal"):
+        for name in ("plain\ntok/s", "draft\ntok/s", "speed-up", "equal"):
             table.add_column(name, justify="right")
     for score in scores:
         table.add_row(*_row(score, timed))
@@ -195,12 +199,10 @@ def _row(score: Score, timed: bool) -> list[str]:
 
 def positions_table(scores: list[Score]) -> Table:
     """The share of steps that accepted draft 1, draft 2 and so on, in percent."""
-    table = Table(
-        title="steps that accepted draft 1, 2, ..., %", title_justify="left", padding=(0, 1, 0, 0)
-    )
+    table = Table()
     table.add_column("dataset", overflow="fold", min_width=13)
     table.add_column("T", justify="right")
-    table.add_column("")
+    table.add_column("% of steps that accepted draft 1, 2, ...")
     for score in scores:
         shares = score.acceptance.per_position
         shown = " ".join(f"{100 * share:2.0f}" for share in shares)
@@ -208,12 +210,9 @@ def positions_table(scores: list[Score]) -> Table:
     return table
 
 
-def reliability_table(mode: str, found: Mapping[str, Any]) -> Table:
+def reliability_table(found: Mapping[str, Any]) -> Table:
     """How often drafts of each confidence were accepted."""
-    error, after = (found[f"expected_calibration_error{end}"] for end in ("", "_calibrated"))
-    table = Table(
-        title=f"confidences, {mode}: ECE {error:.1%}, calibrated {after:.1%}", title_justify="left"
-    )
+    table = Table()
     for name in ("drafts", "mean confidence", "accepted"):
         table.add_column(name, justify="right")
     for each in found["bins"]:

@@ -63,7 +63,10 @@ def parse_record(line: bytes, where: str) -> Record:
         raise DataError(f"{where}: unknown form: needs {FORMS}, has {_keys(fields)}.")
     answers = [each for each in messages if each["role"] == "assistant"]
     if not answers:
-        raise DataError(f"{where}: no turn is the assistant's, so there is nothing to learn.")
+        raise DataError(
+            f"{where}: no turn is the assistant's, so there is nothing to learn; `forerun"
+            " train regenerate` answers prompts."
+        )
     if messages[0]["role"] == "assistant" and len(messages) == 1:
         raise DataError(f"{where}: the assistant's turn answers nothing; a user's turn is missing.")
     if not any(each.get("content") or each.get("tool_calls") for each in answers):
