@@ -34,6 +34,7 @@ def shortened(line: str) -> str:
 
 @needs_pair
 @pytest.mark.exhaustive
+@pytest.mark.timeout(600)
 def test_the_tutorial_makes_a_draft_that_serves(tmp_path: Path) -> None:
     lines = commands()
     kinds = [" ".join(line.split()[:3]) for line in lines]
