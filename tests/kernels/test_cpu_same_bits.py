@@ -30,7 +30,7 @@ pytestmark = [
 ]
 
 DTYPES = (torch.float32, torch.bfloat16)
-FORMATS = [(format, torch.float32) for format in Format]
+FORMATS = [(format, torch.float32) for format in Format if format is not Format.GROUPED]
 FORMATS += [(Format.BFLOAT16, torch.bfloat16), (Format.INT8, torch.bfloat16)]
 SPANS = ((0, 1), (3, 2), (5, 4), (9, 7), (11, 16), (1, 32), (30, 200))  # first row, rows
 

@@ -12,6 +12,8 @@
 //   bfloat16  bfloat16 weights and tokens, products added in float32; float32 tokens are rounded
 //   int8      weights in groups of 32 k with one scale each, tokens quantized likewise when they are
 //             read (as llama.cpp's Q8_0); products of a group are added as integers
+//   grouped   unsigned codes of 4 or 8 bits in groups of 16 or 32 k: w = code * scale + least, which
+//             becomes float32 when it is read, and is then computed with as in float32
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
@@ -33,16 +35,20 @@ constexpr int REGISTERS = 24;  // for accumulators
 constexpr int REGISTERS = 12;
 #endif
 
-enum Kind : int32_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, WIDENED = 3 };
+enum Kind : int32_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, WIDENED = 3, GROUPED = 4 };
 
 // In Python: `_Weight` in gemm.py.
 struct Weight {
     const void* data;
-    const BFloat16* scales;  // int8: [panels][K / GROUP][PANEL]
-    const float* bias;       // [N] or null
+    const void* scales;  // int8: [panels][K / GROUP][PANEL] bfloat16
+                         // grouped: [panels][K / group][1 or 2][PANEL], scales and, then, leasts
+    const float* bias;   // [N] or null
     int64_t n, k;
     int32_t kind;
     int32_t bfloat16_tokens;  // type of x and of what is returned; 0: float32
+    int32_t bits, group;      // grouped: of a code; k that share a scale
+    int32_t float16_scales;   // grouped: 0: float32
+    int32_t zero;             // grouped: least = -zero * scale; 0: leasts are stored
 };
 
 // The tokens of a GEMM, as its kind reads them.
@@ -91,6 +97,13 @@ __attribute__((always_inline)) inline void each(Body&& body) {
 
 template <int KIND>
 struct Traits;
+
+// Code c of every word.
+template <int BITS>
+inline Vec code(BitVec word, int c) {
+    const BitVec bits = (word >> (BITS * c)) & ((1u << BITS) - 1);
+    return __builtin_convertvector(bits_as<IntVec>(bits), Vec);
+}
 
 template <>
 struct Traits<FLOAT32> {
@@ -272,7 +285,8 @@ struct Traits<INT8> {
                      const Ahead& ahead, float* out) {
         const int64_t groups = tokens.groups, size = groups * GROUP * PANEL;
         const char* weights = static_cast<const char*>(w.data) + panel * size;
-        const BFloat16* scales = w.scales + panel * groups * PANEL;
+        const BFloat16* scales =
+            static_cast<const BFloat16*>(w.scales) + panel * groups * PANEL;
         const char* x = static_cast<const char*>(tokens.values) + first * tokens.stride;
         const float* x_scales = tokens.scales + first * groups;
         const int32_t* x_sums = tokens.sums + first * groups;
@@ -316,6 +330,104 @@ struct Traits<INT8> {
     }
 };
 
+// Scales and leasts of a panel's group, LANES rows at a time.
+struct GroupScales {
+    const char* scales;
+    int64_t stride;  // bytes of a group
+    bool halves, has_least;
+    float zero;  // negative
+
+    GroupScales(const Weight& w, int64_t panel)
+        : halves(w.float16_scales != 0), has_least(w.zero == 0), zero(-float(w.zero)) {
+        stride = PANEL * (halves ? 2 : 4) * (has_least ? 2 : 1);
+        scales = static_cast<const char*>(w.scales) + panel * (w.k / w.group) * stride;
+    }
+    Vec at(const char* group, int64_t i) const {
+        return halves ? load_floats(reinterpret_cast<const Float16*>(group) + i)
+                      : load_floats(reinterpret_cast<const float*>(group) + i);
+    }
+    void read(int64_t g, int64_t lane, Vec& scale, Vec& least) const {
+        const char* group = scales + g * stride;
+        scale = at(group, lane);
+        least = has_least ? at(group, PANEL + lane) : scale * zero;
+    }
+};
+
+// body(k, value) for every k in order; value: 2 * PANELS registers of the panels' rows.
+// code * scale is exact, so w is rounded once, with or without FMA.
+template <int BITS, int PANELS, class Body>
+__attribute__((always_inline)) inline void each_column(const Weight& w, int64_t panel,
+                                                       Body&& body) {
+    constexpr int CODES = 32 / BITS;
+    const int64_t size = w.k / CODES * PANEL;
+    const uint32_t* words = static_cast<const uint32_t*>(w.data) + panel * size;
+    for (int64_t g = 0; g < w.k / w.group; g++) {
+        Vec scale[2 * PANELS], least[2 * PANELS];
+        FORERUN_UNROLL
+        for (int j = 0; j < 2 * PANELS; j++)
+            GroupScales(w, panel + j / 2).read(g, j % 2 * LANES, scale[j], least[j]);
+        for (int64_t k = g * w.group; k < (g + 1) * w.group; k += CODES) {
+            BitVec word[2 * PANELS];
+            FORERUN_UNROLL
+            for (int j = 0; j < 2 * PANELS; j++)
+                word[j] = load<BitVec>(words + (j / 2) * size + k / CODES * PANEL +
+                                       (j % 2) * LANES);
+            FORERUN_UNROLL
+            for (int c = 0; c < CODES; c++) {
+                Vec value[2 * PANELS];
+                FORERUN_UNROLL
+                for (int j = 0; j < 2 * PANELS; j++)
+                    value[j] = mul_add(code<BITS>(word[j], c), scale[j], least[j]);
+                body(k + c, value);
+            }
+        }
+    }
+}
+
+template <>
+struct Traits<GROUPED> {
+    static constexpr int ACCUMULATORS = 1;
+
+    template <int BITS, int M, int PANELS>
+    static void tile_of(const Weight& w, int64_t panel, const Tokens& tokens, int64_t first,
+                        const Ahead& ahead, float* out) {
+        const float* x = static_cast<const float*>(tokens.values) + first * tokens.stride;
+        Vec sum[M][2 * PANELS];
+        each<M, 2 * PANELS>([&](int m, int j) { sum[m][j] = Vec{}; });
+        each_column<BITS, PANELS>(w, panel, [&](int64_t k, const Vec(&value)[2 * PANELS]) {
+            constexpr int CODES = 32 / BITS;
+            if (M > 1 && k % CODES == 0) prefetch<PANELS>(ahead, k / CODES);
+            FORERUN_UNROLL
+            for (int m = 0; m < M; m++) {
+                const Vec token = broadcast(x[m * tokens.stride + k]);
+                FORERUN_UNROLL
+                for (int j = 0; j < 2 * PANELS; j++)
+                    sum[m][j] = mul_add(value[j], token, sum[m][j]);
+            }
+        });
+        each<M, 2 * PANELS>(
+            [&](int m, int j) { store(out + (m * 2 * PANELS + j) * LANES, sum[m][j]); });
+    }
+
+    template <int M, int PANELS>
+    static void tile(const Weight& w, int64_t panel, const Tokens& tokens, int64_t first,
+                     const Ahead& ahead, float* out) {
+        if (w.bits == 4)
+            tile_of<4, M, PANELS>(w, panel, tokens, first, ahead, out);
+        else
+            tile_of<8, M, PANELS>(w, panel, tokens, first, ahead, out);
+    }
+};
+
+// A grouped panel as one of float32.
+template <int BITS>
+void widen_panel(const Weight& w, int64_t panel, float* to) {
+    each_column<BITS, 1>(w, panel, [&](int64_t k, const Vec(&value)[2]) {
+        store(to + k * PANEL, value[0]);
+        store(to + k * PANEL + LANES, value[1]);
+    });
+}
+
 using Tile = void (*)(const Weight&, int64_t panel, const Tokens&, int64_t first, const Ahead&,
                       float* out);
 
@@ -323,7 +435,8 @@ using Tile = void (*)(const Weight&, int64_t panel, const Tokens&, int64_t first
 template <int KIND, int M>
 struct Shape {
     static constexpr int FREE = REGISTERS / (2 * M * Traits<KIND>::ACCUMULATORS);
-    static constexpr int PANELS = FREE >= 4 ? 4 : FREE >= 2 ? 2 : 1;
+    static constexpr int MOST = KIND == GROUPED ? 2 : 4;  // scales and codes take registers too
+    static constexpr int PANELS = FREE >= MOST ? MOST : FREE >= 2 ? 2 : 1;
     static Tile several() { return &Traits<KIND>::template tile<M, PANELS>; }
     static Tile single() { return &Traits<KIND>::template tile<M, 1>; }
 };
@@ -370,6 +483,7 @@ thread_local const Weight* next_gemm = nullptr;
 template <int KIND>
 int64_t panel_bytes(const Weight& w) {
     if (KIND == INT8) return (w.k + GROUP - 1) / GROUP * GROUP * PANEL;
+    if (KIND == GROUPED) return w.k * PANEL * w.bits / 8;
     return w.k * PANEL * (KIND == FLOAT32 ? 4 : 2);
 }
 
@@ -403,6 +517,43 @@ void multiply(const Weight& w, const Tokens& tokens, int64_t first, int64_t coun
     }
 }
 
+// Memory for intermediate results; of the calling thread, and kept.
+template <class T, int USE>
+std::vector<T>& kept_scratch() {
+    static thread_local std::vector<T> kept;
+    return kept;
+}
+
+template <class T, int USE>
+T* scratch(int64_t size) {
+    std::vector<T>& kept = kept_scratch<T, USE>();
+    if (int64_t(kept.size()) < size) kept.resize(size);
+    return kept.data();
+}
+
+constexpr int64_t WIDENED_PANELS = 2;  // grouped, at once
+
+// `multiply` of a grouped weight. Panels that several tiles read become float32 once for all.
+template <class Sink>
+void multiply_grouped(const Weight& w, const Tokens& tokens, int64_t first, int64_t count,
+                      int64_t begin, int64_t end, int64_t share, Sink& sink) {
+    if (count <= MAX_TOKENS<GROUPED>)
+        return multiply<GROUPED>(w, tokens, first, count, begin, end, share, sink);
+    float* wide = scratch<float, 8>(WIDENED_PANELS * w.k * PANEL);
+    for (int64_t panel = begin; panel < end; panel += WIDENED_PANELS) {
+        const int64_t panels = std::min(WIDENED_PANELS, end - panel);
+        for (int64_t p = 0; p < panels; p++)
+            (w.bits == 4 ? widen_panel<4> : widen_panel<8>)(w, panel + p, wide + p * w.k * PANEL);
+        Weight plain = w;
+        plain.data = wide, plain.n = std::min(panels * PANEL, w.n - panel * PANEL);
+        const auto moved = [&](Part part) {
+            part.first_column += panel * PANEL;
+            sink(part);
+        };
+        multiply<FLOAT32>(plain, tokens, first, count, 0, panels, share, moved);
+    }
+}
+
 // Panels that one thread takes at a time.
 inline int64_t share_of(const Weight& w, int threads) {
     const int64_t panels = panels_of(w);
@@ -420,23 +571,12 @@ void multiply_all(const Weight& w, const Tokens& tokens, int64_t m, int threads,
     parallel_for(shares * blocks, threads, [&](int64_t i) {
         const int64_t begin = i % shares * share, block = i / shares;
         const int64_t first = m * block / blocks, end = m * (block + 1) / blocks;
-        multiply<KIND>(w, tokens, first, end - first, begin, std::min(begin + share, panels),
-                       i % shares, sink);
+        const int64_t last = std::min(begin + share, panels), count = end - first;
+        if constexpr (KIND == GROUPED)
+            multiply_grouped(w, tokens, first, count, begin, last, i % shares, sink);
+        else
+            multiply<KIND>(w, tokens, first, count, begin, last, i % shares, sink);
     });
-}
-
-// Memory for intermediate results; of the calling thread, and kept.
-template <class T, int USE>
-std::vector<T>& kept_scratch() {
-    static thread_local std::vector<T> kept;
-    return kept;
-}
-
-template <class T, int USE>
-T* scratch(int64_t size) {
-    std::vector<T>& kept = kept_scratch<T, USE>();
-    if (int64_t(kept.size()) < size) kept.resize(size);
-    return kept.data();
 }
 
 template <class T>
@@ -471,6 +611,13 @@ Tokens prepare_tokens(const Weight& w, const T* x, int64_t m, int threads) {
         });
         return {values, w.k, nullptr, nullptr, 0};
     }
+    if (w.kind == GROUPED && std::is_same_v<T, BFloat16>) {
+        float* values = scratch<float, 9>(m * w.k);
+        parallel_for(m, m >= 64 ? threads : 1, [&](int64_t t) {
+            for (int64_t i = t * w.k; i < (t + 1) * w.k; i++) values[i] = to_float(x[i]);
+        });
+        return {values, w.k, nullptr, nullptr, 0};
+    }
     if (w.kind != INT8) return {x, w.k, nullptr, nullptr, 0};
     const int64_t groups = (w.k + GROUP - 1) / GROUP, size = groups * GROUP;
     int8_t* values = scratch<int8_t, 0>(m * size);
@@ -490,6 +637,8 @@ void gemm(const Weight& w, const void* x, int64_t m, int threads, Sink&& sink) {
         multiply_all<INT8>(w, tokens, m, threads, sink);
     else if (w.kind == BFLOAT16)
         multiply_all<BFLOAT16>(w, tokens, m, threads, sink);
+    else if (w.kind == GROUPED)
+        multiply_all<GROUPED>(w, tokens, m, threads, sink);
     else if constexpr (std::is_same_v<T, float>) {
         if (w.kind == WIDENED)
             multiply_all<WIDENED>(w, tokens, m, threads, sink);
@@ -652,6 +801,23 @@ void pack_row(const T* row, int64_t r, int64_t k, int32_t kind, void* data, BFlo
                 const float value = i < k && step > 0 ? to_float(row[i]) / step : 0.0f;
                 to[(i / 4 * PANEL + lane) * 4 + i % 4] = int8_t(std::lrintf(value));
             }
+        }
+    }
+}
+
+// Row `id` of a grouped weight.
+template <class T>
+void take_grouped_row(const Weight& w, int64_t id, T* out) {
+    const int64_t panel = id / PANEL, lane = id % PANEL, codes = 32 / w.bits;
+    const uint32_t* words = static_cast<const uint32_t*>(w.data) + panel * (w.k / codes) * PANEL;
+    const GroupScales groups(w, panel);
+    for (int64_t g = 0; g < w.k / w.group; g++) {
+        Vec scales, leasts;
+        groups.read(g, lane / LANES * LANES, scales, leasts);
+        const float scale = scales[lane % LANES], least = leasts[lane % LANES];
+        for (int64_t k = g * w.group; k < (g + 1) * w.group; k++) {
+            const uint32_t word = words[k / codes * PANEL + lane] >> (w.bits * (k % codes));
+            out[k] = from_float<T>(mul_add(float(word & ((1u << w.bits) - 1)), scale, least));
         }
     }
 }
@@ -869,10 +1035,17 @@ void forerun_pack(const void* weight, int32_t is_bfloat16, int64_t n, int64_t k,
     });
 }
 
-// Rows ids[i] of a weight that is not quantized, as the type of its tokens. Ids are within W.
+// Rows ids[i] of a weight that is not int8, as the type of its tokens. Ids are within W.
 void forerun_take_packed_rows(const Weight* w, const int64_t* ids, int64_t count, void* out,
                               int32_t) {
     for (int64_t i = 0; i < count; i++) {
+        if (w->kind == GROUPED) {
+            if (w->bfloat16_tokens)
+                take_grouped_row(*w, ids[i], static_cast<BFloat16*>(out) + i * w->k);
+            else
+                take_grouped_row(*w, ids[i], static_cast<float*>(out) + i * w->k);
+            continue;
+        }
         const int64_t first = ids[i] / PANEL * w->k * PANEL, lane = ids[i] % PANEL;
         const auto* halves = static_cast<const BFloat16*>(w->data) + first;
         for (int64_t k = 0; k < w->k; k++) {

@@ -1,12 +1,15 @@
 """GEMMs of packed weights on a CPU, with fused epilogues: y = x Wᵀ + b for any number of tokens.
 
-A weight is packed once into the layout that the kernel reads (gemm.cpp), in one of four formats:
+A weight is packed once into the layout that the kernel reads (gemm.cpp), in one of five formats:
 
     FLOAT32, BFLOAT16   as the model computes; float32 tokens of a BFLOAT16 weight are rounded
     WIDENED             FLOAT32 in half of the memory, where all values fit into bfloat16, as those
                         of a bfloat16 checkpoint do: they become float32 when they are read
     INT8                32 neighbouring k share a scale, and tokens are quantized likewise when they
                         are read; x and y are float32 or bfloat16 (llama.cpp's Q8_0)
+    GROUPED             a `GroupedWeight`, such as GGUF files have: codes of 4 or 8 bits become
+                        float32 when they are read; the results are those of FLOAT32, which are
+                        rounded once if x is bfloat16
 
 A token's result depends neither on the number of tokens nor on that of threads. Threads are
 PyTorch's: `torch.get_num_threads()`.
@@ -24,6 +27,7 @@ import torch
 from torch import Tensor
 
 from forerun.kernels.cpu.library import call, panel
+from forerun.kernels.gemm.grouped import GroupedKind, GroupedWeight
 
 GROUP = 32  # k that share a scale in INT8
 ROWS_COMPARED = 512  # at a time, so that little memory is needed
@@ -36,6 +40,7 @@ class Format(Enum):
     BFLOAT16 = 1
     INT8 = 2
     WIDENED = 3
+    GROUPED = 4
 
 
 class _Weight(ctypes.Structure):
@@ -49,6 +54,10 @@ class _Weight(ctypes.Structure):
         ("k", c_int64),
         ("kind", c_int32),
         ("bfloat16_tokens", c_int32),
+        ("bits", c_int32),
+        ("group", c_int32),
+        ("float16_scales", c_int32),
+        ("zero", c_int32),
     )
 
 
@@ -61,8 +70,9 @@ class PackedWeight:
     dtype: torch.dtype  # of tokens and results
     format: Format
     data: Tensor  # uint8
-    scales: Tensor  # INT8: bfloat16, a scale per group of 32 k
+    scales: Tensor  # INT8: bfloat16, a scale per group of 32 k; GROUPED: and leasts
     bias: Tensor | None  # [N] float32
+    grouped: GroupedKind | None = None
 
     def __post_init__(self) -> None:
         self._struct = _Weight(
@@ -74,6 +84,10 @@ class PackedWeight:
             self.format.value,
             self.dtype == torch.bfloat16,
         )
+        if self.grouped is not None:
+            self._struct.bits, self._struct.group = self.grouped.bits, self.grouped.group
+            self._struct.float16_scales = self.grouped.scales is torch.float16
+            self._struct.zero = self.grouped.zero
         self.address = ctypes.addressof(self._struct)
 
     @property
@@ -89,6 +103,11 @@ def plain_format(dtype: torch.dtype) -> Format:
 def is_plain(weight: PackedWeight) -> bool:
     """Whether it has the values of the weight that was packed."""
     return weight.format in (plain_format(weight.dtype), Format.WIDENED)
+
+
+def has_rows(weight: PackedWeight) -> bool:
+    """Whether `take_packed_rows` reads it."""
+    return weight.format is Format.GROUPED or is_plain(weight)
 
 
 def fits(weight: Tensor, format: Format) -> bool:
@@ -128,6 +147,32 @@ def pack(weight: Tensor, bias: Tensor | None = None, format: Format | None = Non
     )  # fmt: skip
     bias = None if bias is None else bias.float().contiguous()
     return PackedWeight(n, k, weight.dtype, format, data, scales, bias)
+
+
+def pack_grouped(weight: GroupedWeight, bias: Tensor | None, dtype: torch.dtype) -> PackedWeight:
+    """Packs a weight [N, K] and bias [N]; `dtype`: of tokens and results."""
+    (n, k), kind = weight.shape, weight.kind
+    panels = -(-n // panel())
+    data = torch.empty(panels * panel() * weight.codes.shape[1], dtype=torch.uint8)
+    call("forerun_advise_huge_pages", data.data_ptr(), data.nbytes)
+    words = weight.codes.contiguous().view(torch.int32)
+    _lay_out(words, data.view(torch.int32).view(panels, -1, panel()))
+    parts = [weight.scales] if weight.leasts is None else [weight.scales, weight.leasts]
+    groups = k // kind.group
+    scales = torch.empty(panels, groups, len(parts), panel(), dtype=kind.scales)
+    for i, part in enumerate(parts):
+        _lay_out(part, scales[:, :, i])
+    bias = None if bias is None else bias.float().contiguous()
+    return PackedWeight(n, k, dtype, Format.GROUPED, data, scales, bias, kind)
+
+
+def _lay_out(rows: Tensor, to: Tensor) -> None:
+    """rows [N, C] -> to [panels, C, panel]; rows of the last panel that are not there: zeros."""
+    panels, _, size = to.shape
+    whole, rest = divmod(len(rows), size)
+    to[:whole] = rows[: whole * size].unflatten(0, (whole, size)).transpose(1, 2)
+    if rest:
+        to[panels - 1].zero_()[:, :rest] = rows[whole * size :].t()
 
 
 def gemm(x: Tensor, w: PackedWeight) -> Tensor:
@@ -221,7 +266,10 @@ def head_gemm(x: Tensor, weights: PackedWeights, out: Tensor) -> None:
 
 
 def take_packed_rows(w: PackedWeight, ids: Tensor) -> Tensor:
-    """Rows of W at ids [T] int64, as they were before packing: [T, K]; of an `is_plain` weight."""
+    """Rows of W at ids [T] int64, as they were before packing: [T, K]; where `has_rows`.
+
+    Those of a GROUPED weight are dequantized, and rounded once in bfloat16.
+    """
     ids = ids.contiguous()
     out = torch.empty(ids.shape[0], w.k, dtype=w.dtype)
     call("forerun_take_packed_rows", w.address, ids.data_ptr(), ids.shape[0], out.data_ptr())

@@ -116,6 +116,10 @@ struct BFloat16 {
     uint16_t bits;
 };
 
+struct Float16 {
+    uint16_t bits;
+};
+
 inline float to_float(float x) { return x; }
 inline float to_float(BFloat16 x) { return bits_as<float>(uint32_t(x.bits) << 16); }
 
@@ -136,6 +140,22 @@ inline BFloat16 from_float<BFloat16>(float x) {  // to the nearest, ties to even
 inline Vec load_floats(const float* from) { return load<Vec>(from); }
 inline Vec load_floats(const BFloat16* from) {
     return bits_as<Vec>(__builtin_convertvector(load<HalfVec>(from), BitVec) << 16);
+}
+
+inline Vec load_floats(const Float16* from) {
+#if FORERUN_LANES == 16
+    return (Vec)_mm512_maskz_cvtph_ps(0xffff, load<__m256i>(from));
+#elif FORERUN_LANES == 8 && defined(__F16C__)
+    return (Vec)_mm256_cvtph_ps(load<__m128i>(from));
+#else
+    const BitVec bits = __builtin_convertvector(load<HalfVec>(from), BitVec);
+    const BitVec size = (bits & 0x7fffu) << 13, rebias = BitVec{} + 0x38000000u;  // 112 << 23
+    // Below 2^-14 there is no leading one: that of 2^-14 is added and subtracted.
+    const Vec small = bits_as<Vec>(size + 0x38800000u) - 6.103515625e-5f;
+    const BitVec normal = size + (size >= 0x0f800000u ? rebias + rebias : rebias);
+    const BitVec value = size < 0x00800000u ? bits_as<BitVec>(small) : normal;
+    return bits_as<Vec>(value | (bits & 0x8000u) << 16);
+#endif
 }
 
 // The same as `from_float`, of LANES values.

@@ -1,0 +1,118 @@
+"""GEMMs of codes of 4 and 8 bits: the bits of float32 over the dequantized weight."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from forerun.kernels.cpu import gemm as cpu
+from forerun.kernels.cpu import library
+from forerun.kernels.cpu.gemm import Format
+from forerun.kernels.gemm.grouped import GroupedKind, GroupedWeight
+from tests.kernels.cpu_levels import at_levels
+from tests.kernels.test_cpu_gemm import epilogues
+
+pytestmark = [
+    pytest.mark.skipif(library.compiled().library is None, reason="no C++ compiler"),
+    pytest.mark.usefixtures("level"),
+    at_levels("native", "zen3"),
+]
+
+KINDS = [
+    GroupedKind(bits, group, zero, scales)
+    for bits, zero in ((4, 0), (4, 8), (8, 0), (8, 32), (8, 128))
+    for group in (16, 32)
+    for scales in (torch.float16, torch.float32)
+]
+SHAPES = ((64, 64), (33, 32), (50, 96), (138, 160), (520, 64))
+TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 13, 16, 40, 230)
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def random_weight(n: int, k: int, kind: GroupedKind) -> GroupedWeight:
+    """Scales of all exponents that float16 has, subnormal ones too; of 17 bits in float32."""
+    draw = torch.Generator().manual_seed(n * k)
+    most = 1 << (kind.bits if kind.scales is torch.float16 else min(kind.bits, 6))
+    if kind.zero == 32:
+        most = 64
+    codes = torch.randint(0, most, (n, k), generator=draw).to(torch.uint8)
+    shape = n, k // kind.group
+    halves = [torch.randn(shape, generator=draw).half() for _ in range(2)]
+    small = 2.0 ** torch.randint(-20, 4, shape, generator=draw)
+    scales, leasts = ((each * small).half().float() for each in halves)
+    if kind.scales is torch.float32:
+        scales, leasts = 63 * scales, 63 * leasts
+    return GroupedWeight.of(codes, scales, None if kind.zero else leasts, kind)
+
+
+def operands(n: int, k: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(tokens + n)
+    return torch.randn(tokens, k, generator=draw), torch.randn(n, generator=draw)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_gemm_has_the_bits_of_float32(n: int, k: int, kind: GroupedKind) -> None:
+    weight, (x, bias) = random_weight(n, k, kind), operands(n, k, max(TOKENS))
+    packed = cpu.pack_grouped(weight, bias, torch.float32)
+    plain = cpu.pack(weight.dequantize(), bias, Format.FLOAT32)
+    assert packed.nbytes <= -(-n // library.panel()) * library.panel() / n * weight.nbytes
+    want = cpu.gemm(x, plain)
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        for tokens in TOKENS:
+            assert torch.equal(cpu.gemm(x[:tokens], packed), want[:tokens]), tokens
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("tokens", [1, 5, 130])
+def test_epilogues_have_the_bits_of_float32(tokens: int, kind: GroupedKind) -> None:
+    n, k = 138, 96
+    weight, (x, bias) = random_weight(n, k, kind), operands(n, k, tokens)
+    residual = torch.randn(tokens, n, generator=torch.Generator().manual_seed(1))
+    packed = cpu.pack_grouped(weight, bias, torch.float32)
+    plain = cpu.pack(weight.dequantize(), bias, Format.FLOAT32)
+    torch.set_num_threads(2)
+    for got, want in zip(
+        epilogues(x, packed, residual), epilogues(x, plain, residual), strict=True
+    ):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("kind", KINDS[::5], ids=str)
+@pytest.mark.parametrize("tokens", [1, 5, 130])
+def test_bfloat16_tokens_are_rounded_once(tokens: int, kind: GroupedKind) -> None:
+    n, k = 138, 96
+    weight, (x, bias) = random_weight(n, k, kind), operands(n, k, tokens)
+    x = x.bfloat16()
+    wide = cpu.gemm(x.float(), cpu.pack_grouped(weight, bias, torch.float32))
+    assert torch.equal(cpu.gemm(x, cpu.pack_grouped(weight, bias, torch.bfloat16)), wide.bfloat16())
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_are_the_dequantized_ones(kind: GroupedKind, dtype: torch.dtype) -> None:
+    weight = random_weight(100, 96, kind)
+    packed = cpu.pack_grouped(weight, None, dtype)
+    assert cpu.has_rows(packed)
+    ids = torch.tensor([99, 0, 31, 32, 33, 0, 17, 48])
+    assert torch.equal(cpu.take_packed_rows(packed, ids), weight.dequantize()[ids].to(dtype))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_parts_of_several_kinds_keep_their_values(kind: GroupedKind) -> None:
+    for other in KINDS:
+        both = GroupedKind.of_all([kind, other])
+        weight = GroupedWeight.empty(60, 64, both, torch.device("cpu"))
+        parts = random_weight(20, 64, kind), random_weight(40, 64, other)
+        weight.map(lambda t: t[:20]).copy_(parts[0])
+        weight.map(lambda t: t[20:]).copy_(parts[1])
+        assert torch.equal(weight.dequantize(), torch.cat([p.dequantize() for p in parts]))
