@@ -24,7 +24,7 @@ def test_help_names_every_command_and_does_not_import_torch() -> None:
         "sys.exit(code or 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
-    for name in ("demo", "generate", "chat", "serve", "doctor", "bench", "plan", "eval"):
+    for name in ("demo", "generate", "chat", "serve", "doctor", "bench", "train", "plan", "eval"):
         assert name in done.stdout
 
 
