@@ -446,3 +446,16 @@ def test_eagle3_in_both_layouts(target: FrozenTarget, tmp_path: Path) -> None:
         assert torch.equal(one, two)
     with pytest.raises(ConfigError, match="layout speculators has no domino drafts; known"):
         check_kind("domino")
+
+
+@pytest.mark.parametrize("kind", ["dflash", "eagle3"])
+def test_recomputed_activations_give_the_same_gradients(kind: str, target: FrozenTarget) -> None:
+    gradients = []
+    for recompute in (False, True):
+        given = {"target_layer_ids": (0, 1, 2), "activation_checkpointing": recompute}
+        draft = built(target, kind, **given).model.train()
+        step = Step(target, draft)
+        draft(step.batch, step.states, step.blocks, torch.zeros(())).total.backward()
+        gradients.append({name: p.grad for name, p in draft.named_parameters()})
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=0, atol=0, msg=name)

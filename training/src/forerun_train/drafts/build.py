@@ -163,6 +163,7 @@ def _eagle3(request: Request) -> BuiltDraft:
     config = parse_eagle3_config(raw, "the draft's config")
     layers = config.target_layers(target.num_layers)
     body = EagleBody(config.model, config.aux_hidden_size, request.max_positions)
+    body.recompute = options.activation_checkpointing
     head = LMHead(request.vocabulary.head)
     drafts = options.block_size - 1
     return BuiltDraft(
@@ -174,6 +175,7 @@ def _mtp(request: Request) -> BuiltDraft:
     options, target = request.options, request.target.config
     raw = mtp_config(request.target.folder)
     body = MtpBody(target, family_of(target), request.max_positions)
+    body.recompute = options.activation_checkpointing
     head = TrainingHead()
     chain = (target.num_layers - 1,), options.block_size - 1  # the final state is what it reads
     model = ChainDraft(body, head, request.vocabulary, request.objective(head), chain)

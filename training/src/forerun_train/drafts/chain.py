@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from forerun.config.model_config import ModelConfig
 from forerun_train.batch import Batch, HiddenStates
@@ -70,7 +71,7 @@ class ChainAttention(nn.Module):
 class ChainBody(nn.Module, ABC):
     """One layer, over the context once and then over every step of the chains."""
 
-    attention: ChainAttention
+    recompute = False  # scores of the steps, to save memory
 
     def __init__(self, model: ModelConfig, max_positions: int) -> None:
         super().__init__()
@@ -102,7 +103,7 @@ class ChainBody(nn.Module, ABC):
         normed, hidden = self.finish(residual, attention.output(attended))
         first = (chains.anchors - 1).clamp(min=0)
         hidden, outputs = _at(hidden, first), [_at(normed, first)]
-        context = _Context(k, v, chains.context)
+        context = _Context(k, v, chains.context, self.recompute and self.training)
         for step in range(1, steps):
             x, residual = self.inputs(chains.embeds[:, :, step], hidden)
             places = self.rope((chains.first_positions + step).clamp(min=0))
@@ -125,28 +126,53 @@ class Chains:
     positions: Tensor  # [B, T]: of the context
 
 
+@dataclass
 class _Context:
     """K/V of the context, and of the steps of every chain so far."""
 
-    def __init__(self, k: Tensor, v: Tensor, seen: Tensor) -> None:
-        self._k, self._v, self._seen = k, v, seen
-        self._own_k: list[Tensor] = []
-        self._own_v: list[Tensor] = []
+    k: Tensor
+    v: Tensor
+    seen: Tensor  # [B, N, T] bool
+    recompute: bool  # scores for the backward pass, instead of keeping them
+    own_k: list[Tensor] = field(default_factory=list)
+    own_v: list[Tensor] = field(default_factory=list)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """One step of all chains: q [B, Hq, N, D], k, v [B, Hkv, N, D] -> [B, Hq, N, D]."""
-        self._own_k.append(k)
-        self._own_v.append(v)
-        own_k, own_v = torch.stack(self._own_k, 3), torch.stack(self._own_v, 3)
-        grouped = q.unflatten(1, (k.shape[1], -1)) * q.shape[-1] ** -0.5
-        far = torch.einsum("bhgnd,bhsd->bhgns", grouped, self._k)
-        far = far.masked_fill(~self._seen[:, None, None], -torch.inf)
-        near = torch.einsum("bhgnd,bhnjd->bhgnj", grouped, own_k)
-        share = torch.cat([far, near], -1).float().softmax(-1).to(v.dtype)
-        of_far, of_own = share.split([far.shape[-1], near.shape[-1]], -1)
-        out = torch.einsum("bhgns,bhsd->bhgnd", of_far, self._v)
-        out = out + torch.einsum("bhgnj,bhnjd->bhgnd", of_own, own_v)
-        return out.flatten(1, 2)
+        self.own_k.append(k)
+        self.own_v.append(v)
+        own = torch.stack(self.own_k, 3), torch.stack(self.own_v, 3)
+        arguments = q, (self.k, self.v), own, self.seen
+        if not self.recompute:
+            return attend_chains(*arguments)
+        out: Tensor = checkpoint(attend_chains, *arguments, use_reentrant=False)
+        return out
+
+
+def attend_chains(
+    q: Tensor, context: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], seen: Tensor
+) -> Tensor:
+    """Attends over the context and over the steps of each chain.
+
+    Args:
+        q: [B, Hq, N, D].
+        context: k, v [B, Hkv, T, D].
+        own: k, v [B, Hkv, N, steps, D].
+        seen: [B, N, T] bool, the places of the context that each chain sees.
+
+    Returns:
+        [B, Hq, N, D].
+    """
+    (k, v), (own_k, own_v) = context, own
+    grouped = q.unflatten(1, (k.shape[1], -1)) * q.shape[-1] ** -0.5
+    far = torch.einsum("bhgnd,bhsd->bhgns", grouped, k)
+    far = far.masked_fill(~seen[:, None, None], -torch.inf)
+    near = torch.einsum("bhgnd,bhnjd->bhgnj", grouped, own_k)
+    share = torch.cat([far, near], -1).float().softmax(-1).to(v.dtype)
+    of_far, of_own = share.split([far.shape[-1], near.shape[-1]], -1)
+    out = torch.einsum("bhgns,bhsd->bhgnd", of_far, v)
+    out = out + torch.einsum("bhgnj,bhnjd->bhgnd", of_own, own_v)
+    return out.flatten(1, 2)
 
 
 def _at(x: Tensor, places: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ class Shape:
     inner: int
     layers: int
     rows: int  # of blocks, per sequence
+    scores: int  # of a chain's steps that are kept, per sequence
     aux: int  # k · H
     element: int  # bytes of a value
 
@@ -40,7 +41,8 @@ class Shape:
         each = KEPT_HIDDEN * self.hidden + KEPT_HEADS * self.heads + KEPT_MLP * self.inner
         layers = 1 if self.options.activation_checkpointing else self.layers
         residual = self.layers * self.hidden
-        return tokens * (layers * each + residual) * self.element
+        chains = self.sequences * self.scores * (4 + self.element)
+        return tokens * (layers * each + residual) * self.element + chains
 
     @property
     def target_states(self) -> int:
@@ -108,9 +110,15 @@ def shape_of(options: TrainOptions, target: FrozenTarget, draft: Draft, ranks: i
         inner=options.intermediate_size or model.intermediate_size,
         layers=max(1, len(draft.layers())),
         rows=options.anchors * options.block_size,
+        scores=0 if draft.layers() else _scores(options, draft, model.num_heads),
         aux=len(draft.target_layer_ids) * model.hidden_size,
         element=torch.finfo(target.dtype).bits // 8,
     )
+
+
+def _scores(options: TrainOptions, draft: Draft, heads: int) -> int:
+    steps = 1 if options.activation_checkpointing else draft.num_drafts
+    return steps * heads * options.anchors * options.seq_len
 
 
 def check_memory(options: TrainOptions, target: FrozenTarget, draft: Draft, ranks: int) -> str:
@@ -131,7 +139,8 @@ def check_memory(options: TrainOptions, target: FrozenTarget, draft: Draft, rank
 
 def _advice(shape: Shape, target: FrozenTarget, draft: Draft, ranks: int, limit: float) -> str:
     """The mildest change with which a run fits."""
-    lighter = replace(shape, options=replace(shape.options, activation_checkpointing=True))
+    options = replace(shape.options, activation_checkpointing=True)
+    lighter = replace(shape_of(options, target, draft, ranks), sequences=shape.sequences)
     for changed, setting in ((shape, ""), (lighter, " and --activation-checkpointing")):
         size = changed.sequences
         while size > 1:
