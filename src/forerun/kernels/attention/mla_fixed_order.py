@@ -147,24 +147,24 @@ class _Launch:
 
 @jit
 def _attend_rows(
-    q_latent, q_rope, pool, offset, first, seen, masked, start, token, qk_scale,
-    row_max, row_sum, acc,
+    q_latent, q_rope, pool, offset, first, seen, start, token, qk_scale, row_max, row_sum, acc,
     LATENT: tl.constexpr, ROPE: tl.constexpr, WINDOW: tl.constexpr, FP8: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """The softmax after the rows at `offset` [N], of the positions from `first` on.
 
-    Where `masked`, a tile's row sees those up to `start` + `token` [M] that `seen` [M, N] allows.
+    A tile's row sees those up to `start` + `token` [M] that `seen` [M, N] allows. There is no
+    branch for blocks that all rows see: Triton would lay out the scores, and add up their weights,
+    otherwise in a loop with a branch than in one without.
     """
     d, r = tl.arange(0, BLOCK_L), tl.arange(0, BLOCK_R)
     latent = load_kv(pool, offset, d, LATENT, BLOCK_L, FP8).to(q_latent.dtype)
     rope = load_kv(pool + LATENT, offset, r, ROPE, BLOCK_R, FP8).to(q_latent.dtype)
     s = tl.dot(q_rope, tl.trans(rope), input_precision="ieee")
     s = tl.dot(q_latent, tl.trans(latent), s, input_precision="ieee")
-    if WINDOW >= 0 or masked:
-        position = first + tl.arange(0, BLOCK_N)
-        visible = seen & attends(token, position, start, token, 0, 0, WINDOW)
-        s = tl.where(visible, s, float("-inf"))
+    position = first + tl.arange(0, BLOCK_N)
+    visible = seen & attends(token, position, start, token, 0, 0, WINDOW)
+    s = tl.where(visible, s, float("-inf"))
     return online_softmax_step(s, latent, qk_scale, row_max, row_sum, acc)
 
 
@@ -244,8 +244,8 @@ def _latent_kernel(
             page = load_page_ids(table, first + BLOCK_N, low, high, PAGE_SIZE, BLOCK_N)
             seen = (first + tl.arange(0, BLOCK_N) < high)[None, :]
             row_max, row_sum, acc = _attend_rows(
-                q_latent, q_rope, pool, offset, first, seen, first + BLOCK_N > full, start, token,
-                qk_scale, row_max, row_sum, acc,
+                q_latent, q_rope, pool, offset, first, seen, start, token, qk_scale,
+                row_max, row_sum, acc,
                 LATENT, ROPE, WINDOW, FP8, BLOCK_N, BLOCK_L, BLOCK_R,
             )  # fmt: skip
         if TREE:
@@ -264,7 +264,7 @@ def _latent_kernel(
                         page_of_each = page_of_each.to(tl.int64)
                     at_each = (page_of_each * PAGE_SIZE + stored % PAGE_SIZE) * ROW
                     row_max, row_sum, acc = _attend_rows(
-                        q_latent, q_rope, pool, at_each, first, (row == node)[:, None], True,
+                        q_latent, q_rope, pool, at_each, first, (row == node)[:, None],
                         start, token, qk_scale, row_max, row_sum, acc,
                         LATENT, ROPE, WINDOW, FP8, BLOCK_N, BLOCK_L, BLOCK_R,
                     )  # fmt: skip
