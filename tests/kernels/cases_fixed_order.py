@@ -63,6 +63,7 @@ def attention(
             multiples=("q_token_stride", "q_head_stride"),
             matrix=dtype != torch.float32,
             spill_bytes=64 if q_len and whole else 0,  # two accumulators of a tile
+            alike=f"{dim} {dtype}",
         )
 
     return _on_each(name, targets, make)
@@ -96,7 +97,8 @@ def latent(
             targets=targets,
             multiples=("q_token_stride", "q_head_stride"),
             matrix=True,
-            spill_bytes=128,  # two accumulators of a tile
+            spill_bytes=160,  # two accumulators of a tile, and a mask
+            alike="latent",
         )
 
     return _on_each(name, targets, make)

@@ -53,6 +53,8 @@ class Case:
     matrix: bool = False  # must use tensor cores (AMD: matrix cores)
     wide: bool = True  # must have 16-byte global loads
     spill_bytes: int = 0  # local memory allowed per thread
+    # Cases of the same word lay out alike what they add up, and so round alike; "": any way.
+    alike: str = ""
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class Facts:
     wide: bool
     shared: int
     spill: int
+    layouts: list[str]  # of what is reduced in float32, if it must be `alike`
 
 
 def compile_case(case: Case, target: str) -> Facts:
@@ -94,7 +97,16 @@ def compile_case(case: Case, target: str) -> Facts:
     text = built.asm["amdgcn" if hip else "ptx"]
     inspect = _inspect_hip if hip else _inspect_cuda
     matrix, wide, spill = inspect(text, built)
-    return Facts(case.name, target, matrix, wide, built.metadata.shared, spill)
+    layouts = _reduced_layouts(built.asm["ttgir"]) if case.alike else []
+    return Facts(case.name, target, matrix, wide, built.metadata.shared, spill, layouts)
+
+
+def _reduced_layouts(ttgir: str) -> list[str]:
+    """Shapes and layouts of the float32 tensors that a kernel sums or takes the maximum of."""
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", ttgir, re.MULTILINE))
+    reduced = re.findall(r'"tt\.reduce"\([\s\S]*?\}\) : \((tensor<[^>]*xf32[^>]*>)\)', ttgir)
+    assert reduced, "nothing is reduced"
+    return sorted({re.sub(r"#\w+", lambda name: layouts[name[0]], each) for each in reduced})
 
 
 def _inspect_cuda(ptx: str, built: Any) -> tuple[bool, bool, int]:
@@ -154,7 +166,8 @@ def compile_family(family: str, cases: Sequence[Case], only: str) -> None:
             if only and only not in (case.name, target):
                 continue
             facts = compile_case(case, target)
-            found = {"family": family, **asdict(facts), "problems": problems(case, facts)}
+            found = {"family": family, "alike": case.alike, **asdict(facts)}
+            found["problems"] = problems(case, facts)
             print(json.dumps(found), flush=True)
 
 

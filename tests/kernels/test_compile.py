@@ -61,3 +61,7 @@ def check(*families: str) -> None:
     found = {fact["family"] for fact in facts}
     assert found == {name.partition(":")[0] for name in families}, "a file has no cases"
     assert [problem for fact in facts for problem in fact["problems"]] == []
+    groups: dict[tuple[str, str], set[str]] = {}
+    for fact in facts:
+        groups.setdefault((fact["alike"], fact["target"]), set()).update(fact["layouts"])
+    assert {group: layouts for group, layouts in groups.items() if len(layouts) > 1} == {}
