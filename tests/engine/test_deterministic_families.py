@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 import torch
 
+from forerun import ConfigError
+from forerun.attention.capabilities import Mask
+from forerun.config.engine_config import EngineConfig
+from forerun.config.model_config import load_model_config
 from forerun.doctor.determinism import Sizes
+from forerun.executor.attention_setup import Placement, model_needs
+from forerun.layers.communication import WeightPlacement
+from forerun.models.registry import model_class
+from forerun.speculative.base import SpecCaps
 from tests.determinism import hold_bits
 
 _COMMON: dict[str, Any] = {
@@ -177,6 +185,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 
+META = WeightPlacement(torch.bfloat16, torch.device("meta"))
+
 
 def write(folder: Path, name: str, **more: Any) -> str:
     (folder / "config.json").write_text(json.dumps({**_COMMON, **FAMILIES[name], **more}))
@@ -232,3 +242,16 @@ def test_bits_of_quantized_checkpoints(
 @pytest.mark.parametrize("name", ["qwen3", "qwen3-moe", "deepseek-v2", "qwen3-next"])
 def test_bits_of_two_ranks(name: str, custom: bool, tmp_path: Path) -> None:
     hold(write(tmp_path, name), tp_size=2, disable_custom_all_reduce=not custom)
+
+
+def test_trees_over_recurrent_layers_are_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path, "qwen3.5")
+    settings = EngineConfig(folder, skip_tokenizer_init=True, speculative_algorithm="DDTREE")
+    target = load_model_config(Path(folder))
+    model = model_class(target)(target, META, max_positions=1)
+    caps = SpecCaps(num_drafts=8, verify_mask=Mask.CUSTOM)
+    cuda, dtype = torch.device("cuda"), torch.bfloat16
+    where = Placement(cuda, dtype, dtype, graphs=True, fixed_order=True)
+    with pytest.raises(ConfigError, match="DDTREE drafts trees, whose sums have no fixed order"):
+        model_needs(settings, model, caps, where)
+    assert model_needs(settings, model, SpecCaps(num_drafts=8), where)
