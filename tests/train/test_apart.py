@@ -56,7 +56,12 @@ def test_what_training_refuses(
 
 def test_flags_override_a_preset(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     given: list[Any] = []
-    monkeypatch.setattr("forerun_train.trainer.run.run", lambda o: given.append(o) or tmp_path)
+
+    def kept(options: Any) -> Path:
+        given.append(options)
+        return tmp_path
+
+    monkeypatch.setattr("forerun_train.trainer.run.run", kept)
     flags = ["--data", "d", "--output", "o", "--target", "t", "--target-layer-ids", "1"]
     flags += ["--target-layer-ids", "3", "--no-view", "--max-steps", "7", "--logs", "tensorboard"]
     assert main.run(["train", "dspark", "--preset", "smoke", *flags]) == 0

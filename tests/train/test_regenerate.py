@@ -30,7 +30,11 @@ class Echo:
 
     def __init__(self) -> None:
         self.most, self._now, self._lock = 0, 0, threading.Lock()
+        self.closed = False
         self.seeds: list[int | None] = []
+
+    def close(self) -> None:
+        self.closed = True
 
     def chat(self, messages: Sequence[Any], sampling_params: SamplingParams) -> Any:
         with self._lock:
@@ -155,14 +159,25 @@ def test_other_settings_are_refused(tmp_path: Path) -> None:
         run(data, tmp_path / "file" / "o.jsonl")
 
 
+def test_one_process_writes_at_a_time(tmp_path: Path) -> None:
+    output = tmp_path / "o.jsonl"
+    first = Answers(output, Regeneration("t", GREEDY))
+    with pytest.raises(ConfigError, match=r"o\.jsonl is being written by another process"):
+        Answers(output, Regeneration("t", GREEDY))
+    first.close()
+    Answers(output, Regeneration("t", GREEDY)).close()
+
+
 def test_refused_prompts_do_not_stop_the_others(tmp_path: Path) -> None:
     data = prompts(tmp_path / "p.jsonl", [user("a"), user("b" * 50), user("c")])
     counts = run(data, tmp_path / "o.jsonl")
     assert (counts.answered, counts.refused) == (2, 1)
     assert counts.first_refusal == f"{data}:2: the prompt has 50 characters"
     failing = prompts(tmp_path / "f.jsonl", [user("a"), user("fail")])
+    llm = Echo()
     with pytest.raises(ExecutorError, match="out of memory"):
-        run(failing, tmp_path / "f-out.jsonl")
+        run(failing, tmp_path / "f-out.jsonl", llm)
+    assert llm.closed  # so that nothing in flight is waited for
 
 
 def test_prompts_that_cannot_be_told_apart(tmp_path: Path) -> None:

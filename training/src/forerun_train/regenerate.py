@@ -7,6 +7,7 @@ answers is kept beside the output, and a run with other settings is refused.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import threading
@@ -37,6 +38,7 @@ class Chat(Protocol):
     """What is needed of `forerun.LLM`: any thread may ask, and all requests run in one batch."""
 
     def chat(self, messages: Sequence[Message], sampling_params: SamplingParams) -> Any: ...
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -133,12 +135,23 @@ class Answers:
             if path.exists() and path.stat().st_size:
                 self._check(wanted)
             path.parent.mkdir(parents=True, exist_ok=True)
-            _write_whole(self.sidecar, json.dumps(wanted, indent=1) + "\n")
-            path.touch()
-            self.done = self._answered()
             self._file = path.open("a", encoding="utf-8")
+            self._lock()
+            _write_whole(self.sidecar, json.dumps(wanted, indent=1) + "\n")
+            self.done = self._answered()
         except OSError as error:
             raise ConfigError(f"{error.filename} cannot be written: {error.strerror}.") from None
+
+    def _lock(self) -> None:
+        """Keeps other processes out for as long as the file is open."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.close()
+            raise ConfigError(
+                f"{self.path} is being written by another process; wait for it, or name another"
+                " output."
+            ) from None
 
     def _check(self, wanted: Mapping[str, Any]) -> None:
         try:
@@ -166,6 +179,7 @@ class Answers:
                 try:
                     done.add(str(json.loads(line)["id"]))
                 except (ValueError, KeyError, TypeError):
+                    self._file.close()
                     raise ConfigError(
                         f"{self.path}:{number}: not a line of this command; name another output."
                     ) from None
@@ -263,8 +277,12 @@ def regenerate(
                 _book(counts, answers, future.result())
                 counts.seconds = time.perf_counter() - started
                 on_done(counts)
-        finally:
+        except (
+            BaseException
+        ):  # Ctrl-C too: what is in flight is given up, or it would be waited for
             stop.set()
+            llm.close()
+            raise
     return counts
 
 
