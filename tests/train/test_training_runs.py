@@ -25,6 +25,7 @@ from forerun_train import hidden_store
 from forerun_train.toys.word_problems import generate
 from forerun_train.trainer import memory
 from forerun_train.trainer.checkpoint import Checkpoints, read_state
+from forerun_train.trainer.loop import Trainer
 from forerun_train.trainer.options import TrainOptions
 from forerun_train.trainer.run import run
 from forerun_train.trainer.view import lines_of, sparkline
@@ -215,3 +216,35 @@ def test_a_loss_that_is_no_number_ends_the_run(tmp_path: Path) -> None:
     losses_so_far = losses(tmp_path)
     assert all(math.isfinite(loss) for loss, _ in losses_so_far.values())
     assert read_state(newest)["step"] == max(losses_so_far)
+
+
+@pytest.mark.exhaustive
+def test_a_run_of_some_time(tmp_path: Path) -> None:
+    """The schedule is fitted to the time: the learning rate is at its end when that is over."""
+    given = {"max_steps": 10**6, "max_minutes": 0.05, "log_every": 5, "validate_every": 10**6}
+    started = time.monotonic()
+    run(options(tmp_path, **given, save_every=10**6), word_problems)
+    assert time.monotonic() - started < 60
+    lines = [line for line in lines_of(tmp_path / "log.jsonl") if "loss" in line]
+    assert 10 < lines[-1]["step"] < 10**5
+    assert lines[-1]["done"] > 0.9 and lines[-1]["learning_rate"] < 0.1 * 6e-4
+    assert (tmp_path / "draft" / "model.safetensors").exists()
+
+
+def test_tensorboard_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ConfigError, match="logs tensorboard needs the package; run: pip install"):
+        run(options(tmp_path / "run", logs=("tensorboard",)), word_problems)
+    assert not (tmp_path / "run").exists()
+
+
+def test_memory_that_runs_out_ends_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.\nMore.")
+
+    monkeypatch.setattr(Trainer, "step", fail)
+    expected = r"memory ran out at step 0: CUDA out of memory.* Set --micro-batch below 2 or"
+    with pytest.raises(ConfigError, match=expected):
+        run(options(tmp_path), word_problems)

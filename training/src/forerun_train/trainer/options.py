@@ -164,8 +164,11 @@ LEAST: Mapping[str, float] = {
     "draft_vocab_size": 16, "max_errors": 0, "clip": 0, "intermediate_size": 1, "weight_decay": 0,
 }  # fmt: skip
 
-# A resumed run may differ in these.
-FREE = ("output", "resume", "layout", "log_every", "validate_every", "save_every", "logs", "view")
+# A resumed run may differ in these: they change where it runs and what it shows, not its course.
+FREE = (
+    "output", "resume", "layout", "log_every", "validate_every", "save_every", "logs", "view",
+    "micro_batch", "activation_checkpointing", "compile",
+)  # fmt: skip
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     # Minutes on a CPU, with the bundled target.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forerun.core.errors import ConfigError
+from forerun.core.errors import ConfigError, first_line
 from forerun.models.tokenizer import load_tokenizer
 from forerun_train.batch import Batch
 from forerun_train.drafts.build import BuiltDraft, build_draft
@@ -195,6 +195,13 @@ class Job:
         try:
             with Ahead(stream).running() as batches:
                 self._steps(batches)
+        except torch.OutOfMemoryError as error:
+            size = self.options.micro_batch or self.options.batch_size // self.ranks.size
+            raise ConfigError(
+                f"The GPU's memory ran out at step {self.progress.step}: {first_line(error)}. Set"
+                f" --micro-batch below {size} or --activation-checkpointing, and --resume; the"
+                " result stays the same."
+            ) from None
         finally:
             self._log.close()
 
