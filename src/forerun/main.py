@@ -85,6 +85,7 @@ COMMANDS = {
     "serve": Entry(
         "forerun.cli.serve:serve", "Serve a model over HTTP, with OpenAI's API and SGLang's."
     ),
+    "batch": Entry("forerun.cli.batch:batch", "Answer the requests of a file: OpenAI's batches."),
     "doctor": Entry(
         "forerun.doctor.command:doctor", "What this machine can run, and why not the rest."
     ),

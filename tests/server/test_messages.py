@@ -142,7 +142,7 @@ PIECES = st.sampled_from(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     script=st.lists(PIECES, max_size=8).map("".join),
     step=st.integers(1, 9),

@@ -69,6 +69,19 @@ def build_app(service: Service) -> ASGIApp:
     return Observe(app, service.engine.metrics, log_requests, service.tracing)
 
 
+def requests_app(service: Service) -> FastAPI:
+    """What starts generations, without the middleware that looks at HTTP: for batches."""
+    app = FastAPI(openapi_url=None)
+    for router in (
+        completions_router(service),
+        chat_router(service),
+        responses_router(service),
+    ):
+        app.include_router(router)
+    _add_error_handlers(app)
+    return app
+
+
 def _add_middleware(app: FastAPI, service: Service) -> None:
     """What is added later comes earlier."""
     settings = service.settings

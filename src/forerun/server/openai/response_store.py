@@ -35,7 +35,7 @@ CREATE INDEX IF NOT EXISTS by_owner ON entries (owner, stays, size);
 
 @dataclass(frozen=True)
 class Limits:
-    """Of each owner."""
+    """The most that each owner may have."""
 
     entries: int
     size: int  # bytes

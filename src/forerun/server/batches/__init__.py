@@ -1,0 +1,1 @@
+"""Requests from files, in OpenAI's batch format, on the endpoints of the server."""
