@@ -21,7 +21,7 @@ WAIT_SECONDS = 1.0  # before another try; times the number of tries
 
 @dataclass(frozen=True)
 class Client:
-    """In whose name requests are made."""
+    """Whoever requests are made for."""
 
     name: str
     key: str | None = None
