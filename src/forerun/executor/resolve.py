@@ -25,6 +25,7 @@ from forerun.layers.communication import (
     WeightPlacement,
 )
 from forerun.layers.moe import check_has_experts
+from forerun.models.formats.gguf import keeps_codes
 from forerun.models.registry import TRANSFORMERS, target_class, target_config
 from forerun.models.stop_ids import StopIds, stop_ids, tokenizer_folder
 from forerun.platform.cpu_threads import CpuThreads
@@ -97,7 +98,7 @@ def resolve(
         config = _with_transformers(config, model_path)
     _check_quantization(config, device)
     target = target_config(model_path, config.model_impl)
-    dtype = resolve_dtype(config.dtype, target.dtype, device)
+    dtype = resolve_dtype(config.dtype, _stored_dtype(config, model_path, target, device), device)
     kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, dtype)
     draft_kv_dtype = resolve_kv_dtype(
         config.speculative_draft_kv_cache_dtype or config.kv_cache_dtype, dtype
@@ -154,6 +155,14 @@ def _with_transformers(config: EngineConfig, model_path: Path) -> EngineConfig:
         model_path,
     )
     return replace(config, disable_cuda_graph=True)
+
+
+def _stored_dtype(
+    config: EngineConfig, folder: Path, target: ModelConfig, device: torch.device
+) -> str:
+    """The dtype that `auto` follows: float32 for codes that are computed with in float32."""
+    native = config.model_impl != TRANSFORMERS and config.tp_size == 1
+    return "float32" if native and keeps_codes(folder, device) else target.dtype
 
 
 def _check_quantization(config: EngineConfig, device: torch.device) -> None:

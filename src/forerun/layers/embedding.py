@@ -10,12 +10,14 @@ from torch import Tensor
 
 from forerun.kernels.cpu import library
 from forerun.kernels.cpu import step as cpu
-from forerun.kernels.cpu.gemm import PackedWeight, take_packed_rows
+from forerun.kernels.cpu.gemm import PackedWeight, has_rows, take_packed_rows
+from forerun.kernels.gemm.quantized import QuantizedWeight
 from forerun.kernels.sampling.argmax import argmax, argmax_keys, ids_of_keys
 from forerun.layers.communication import WeightPlacement
 from forerun.layers.gemm import CpuGemm, LibraryGemm
 from forerun.layers.linear import LinearBase, Rows
 from forerun.layers.module import Module
+from forerun.layers.quantize_method import QuantizeMethod
 from forerun.layers.sharding import Shard, VocabShard
 
 Change = Callable[[Tensor], Tensor]  # elementwise
@@ -34,10 +36,25 @@ class VocabEmbedding(Module):
         self._scale = float(torch.tensor(scale, dtype=place.dtype))
         self._comm = place.comm
         self._cpu_kernels = False
-        self._packed: PackedWeight | None = None
+        self.quantized: QuantizedWeight | None = None  # in the place of `weight`
+        self._method = QuantizeMethod()  # of it
+        self.packed: PackedWeight | None = None  # what is read, once prepared, if not `weight`
+
+    def quantize(self, method: QuantizeMethod) -> bool:
+        """Keeps the rows as the method does, before they are loaded; False: they stay plain."""
+        if method.keeps_vocabulary:
+            (n, k), device = self.weight.shape, self.weight.device
+            self.quantized, self._method = method.empty_linear(n, k, device), method
+        if self.quantized is not None:
+            self.weight = self.weight.new_empty(0, self.weight.shape[1])
+        return self.quantized is not None
 
     def weights(self, prefix: str = "") -> dict[str, Tensor]:
-        return {f"{prefix}weight": self.vocab.own(self.weight)}
+        plain = self.quantized is None
+        return {f"{prefix}weight": self.vocab.own(self.weight)} if plain else {}
+
+    def quantized_weights(self, prefix: str = "") -> dict[str, QuantizedWeight]:
+        return {} if self.quantized is None else {f"{prefix}weight": self.quantized}
 
     def shards(self, prefix: str = "") -> dict[str, Shard]:
         return {f"{prefix}weight": self.vocab.shard} if self._comm.size > 1 else {}
@@ -45,10 +62,14 @@ class VocabEmbedding(Module):
     def prepare(self) -> None:
         self.weight[self.vocab.count :] = 0
         self._cpu_kernels = library.serves(self.weight.dtype, self.weight.device)
+        if self.quantized is not None:
+            gemm = self._method.gemm(self.quantized, None, self.weight.dtype)
+            assert isinstance(gemm, CpuGemm)
+            self.packed, self.quantized = gemm.weight, None
 
     def read_packed(self, packed: PackedWeight) -> None:
         """Reads the LM head's packed weight from now on, instead of one of its own."""
-        self._packed, self.weight = packed, self.weight.new_empty(0, self.weight.shape[1])
+        self.packed, self.weight = packed, self.weight.new_empty(0, self.weight.shape[1])
 
     def __call__(self, input_ids: Tensor) -> Tensor:
         """input_ids [T] int -> [T, H]."""
@@ -60,8 +81,8 @@ class VocabEmbedding(Module):
         return self._comm.all_reduce(own)
 
     def _embed(self, input_ids: Tensor) -> Tensor:
-        if self._packed is not None:
-            embedded = take_packed_rows(self._packed, input_ids.long())
+        if self.packed is not None:
+            embedded = take_packed_rows(self.packed, input_ids.long())
         elif self._cpu_kernels and input_ids.dtype == torch.int64:
             embedded = cpu.take_rows(self.weight, input_ids)
         else:
@@ -73,8 +94,6 @@ class VocabEmbedding(Module):
 
 class LMHead(LinearBase):
     """`weight` [V, H], its own or tied to the embedding (vLLM, SGLang: ParallelLMHead)."""
-
-    quantizable = False  # as in nearly all quantized checkpoints
 
     def __init__(
         self, vocab_size: int, hidden_size: int, place: WeightPlacement, tied: VocabEmbedding | None
@@ -88,11 +107,20 @@ class LMHead(LinearBase):
             self.gemm = LibraryGemm(self.weight, None)
 
     def prepare(self) -> None:
+        tied = self._tied
+        if tied is not None and tied.packed is not None:
+            self.gemm, self.weight = CpuGemm(tied.packed), tied.weight
+            self.quantized_gemm = self.gemm.describe_quantized()
+            return
         if not self.shared:
             self.weight[self.vocab.count :] = 0
         super().prepare()
-        if self._tied is not None and isinstance(self.gemm, CpuGemm) and self.gemm.is_plain:
-            self._tied.read_packed(self.gemm.weight)
+        if tied is not None and isinstance(self.gemm, CpuGemm) and has_rows(self.gemm.weight):
+            tied.read_packed(self.gemm.weight)
+
+    def quantize(self, method: QuantizeMethod) -> bool:
+        """Plain in nearly all quantized checkpoints."""
+        return method.keeps_vocabulary and super().quantize(method)
 
     def weights(self, prefix: str = "") -> dict[str, Tensor]:
         """A tied head is loaded as the embedding."""

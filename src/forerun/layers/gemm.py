@@ -162,16 +162,19 @@ class CpuGemm(Gemm):
 
     packs_weight = True
 
-    def __init__(
-        self, weight: Tensor, bias: Tensor | None, format: cpu.Format | None = None
-    ) -> None:
-        """`format`: of the packed weight; None: that of its dtype."""
-        self.weight = cpu.pack(weight, bias, format)
+    def __init__(self, weight: cpu.PackedWeight) -> None:
+        self.weight = weight
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether the packed weight has the values of the plain one."""
-        return cpu.is_plain(self.weight)
+    @classmethod
+    def pack(cls, weight: Tensor, bias: Tensor | None, format: cpu.Format | None = None) -> CpuGemm:
+        """`format`: of the packed weight; None: that of its dtype."""
+        return cls(cpu.pack(weight, bias, format))
+
+    def describe_quantized(self) -> str | None:
+        kind = self.weight.grouped
+        if kind is None:
+            return None
+        return f"{kind.bits}-bit codes in groups of {kind.group}: float32 in C++"
 
     def __call__(self, x: Tensor | DeferredNorm) -> Tensor:
         return cpu.gemm(whole(x), self.weight)
@@ -384,11 +387,11 @@ def gemm_for(
             )
         return FixedOrderGemm(weight, bias)
     if quantization == INT8:
-        return CpuGemm(weight, bias, cpu.Format.INT8)
+        return CpuGemm.pack(weight, bias, cpu.Format.INT8)
     if quantization == BFLOAT16 and bfloat16_serves(weight):
-        return CpuGemm(weight, bias, cpu.Format.BFLOAT16)
+        return CpuGemm.pack(weight, bias, cpu.Format.BFLOAT16)
     if cpu_kernels_serve(weight):
-        return CpuGemm(weight, bias)
+        return CpuGemm.pack(weight, bias)
     if shared and weight.nbytes > MAX_SHARED_COPY:
         return plain_gemm_for(weight, bias)
     if onednn_serves(weight):

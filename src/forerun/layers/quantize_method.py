@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -39,6 +39,8 @@ class PackedExperts:
 
 class QuantizeMethod:
     """A kind of quantized weight. The defaults keep and compute nothing."""
+
+    keeps_vocabulary: ClassVar[bool] = False  # embedding and LM head, too; only with `CpuGemm`
 
     def empty_linear(self, n: int, k: int, device: torch.device) -> QuantizedWeight | None:
         """Memory for a linear's weight [N, K], uninitialised; None: it is kept plain."""

@@ -9,7 +9,7 @@ model. Every name and shape is checked against the files' headers before any dat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,10 @@ from torch import Tensor
 
 from forerun.core.errors import ConfigError
 from forerun.layers.communication import SINGLE_RANK, Communicator
+from forerun.layers.quantize_method import QuantizeMethod
 from forerun.layers.sharding import Shard
 from forerun.models.formats.base import Header, Part, Stored, View, WeightFormat
+from forerun.models.formats.gguf import GgufFormat
 from forerun.models.formats.plain import PLAIN
 from forerun.models.gguf import GGUF
 from forerun.models.gguf.weights import read_gguf_tensor
@@ -38,13 +40,14 @@ class Checkpoint:
     """The tensors of a folder, by name; data stays on disk until `read_into`."""
 
     def __init__(self, folder: Path, weight_format: WeightFormat | None = None) -> None:
-        """`weight_format`: of what is quantized; what fills a plain view is dequantized.
+        """`weight_format`: of what is quantized; what fills a plain view is dequantized. That of a
+        GGUF file is its own.
 
         Raises:
             ConfigError: no safetensors, a shard absent, a file broken or not as indexed.
         """
         self.folder = folder
-        self.weight_format = weight_format
+        self.weight_format = GgufFormat() if (folder / GGUF).exists() else weight_format
         self.headers = text_part(read_headers(folder))
 
     def __contains__(self, name: str) -> bool:
@@ -73,6 +76,13 @@ class Checkpoint:
     def is_quantized(self, name: str) -> bool:
         """Whether the files have this tensor in the checkpoint's format."""
         return self._format(name) is not PLAIN
+
+    def method_for(
+        self, names: Sequence[str], shards: Mapping[str, Shard]
+    ) -> QuantizeMethod | None:
+        """As of `WeightFormat`, of weights that are all quantized."""
+        assert self.weight_format is not None
+        return self.weight_format.method_for(names, self.headers, shards)
 
     def _format(self, name: str) -> WeightFormat:
         own = self.weight_format
@@ -116,7 +126,7 @@ class Checkpoint:
                 with _OpenFiles(str(views[names[0]].device)) as files:
                     for name in names:
                         tensors = {
-                            key: files.read(self.headers[each.name], each.shard)
+                            key: files.read(self.headers[each.name], each.shard, each.as_blocks)
                             for key, each in parts[name].items()
                         }
                         part = Part((shards or {}).get(name), comm)
@@ -183,10 +193,10 @@ class _OpenFiles(ExitStack):
         self._device = device
         self._open: dict[Path, Any] = {}
 
-    def read(self, header: Header, shard: Shard | None) -> Tensor:
-        """`shard`: the part that is read; None: all of it."""
+    def read(self, header: Header, shard: Shard | None, as_blocks: bool = False) -> Tensor:
+        """`shard`: the part that is read; None: all of it. `as_blocks`: as of `Stored`."""
         if header.file.name == GGUF:
-            tensor = read_gguf_tensor(header)
+            tensor = read_gguf_tensor(header, as_blocks)
             return (tensor if shard is None else shard.take(tensor)).to(self._device)
         with readable(header.file):
             if header.file not in self._open:

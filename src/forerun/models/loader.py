@@ -10,6 +10,7 @@ from forerun.config.model_config import ModelConfig, load_model_config
 from forerun.core.errors import ConfigError
 from forerun.kernels.gemm.quantized import QuantizedWeight
 from forerun.layers.communication import WeightPlacement
+from forerun.layers.embedding import VocabEmbedding
 from forerun.layers.gemm import INT8
 from forerun.layers.linear import LinearBase
 from forerun.layers.module import Module
@@ -19,6 +20,7 @@ from forerun.layers.moe import (
     choose_expert_layout,
     other_ranks_experts,
 )
+from forerun.layers.quantize_method import QuantizeMethod
 from forerun.models import further_layers
 from forerun.models.base import CausalLM
 from forerun.models.checkpoint import HARMLESS, Checkpoint
@@ -141,8 +143,8 @@ def allocate(
     quantization: str | None,
     made: WeightFormat | None = None,
 ) -> dict[str, QuantizedWeight]:
-    """Memory for the weights of a model's linears and experts. Those that the checkpoint has in its
-    format are kept so, and plain ones in the format of the setting `quantization`.
+    """Memory for the weights of a model's linears, embedding and experts. Those that the checkpoint
+    has in its format are kept so, and plain ones in the format of the setting `quantization`.
 
     Args:
         made: without a checkpoint, the format that weights are made in.
@@ -151,21 +153,25 @@ def allocate(
         The views of the quantized ones by name, which `model.weights()` lacks.
     """
     views: dict[str, QuantizedWeight] = {}
-    online = ONLINE.get(quantization)
+    online, shards = ONLINE.get(quantization), model.shards()
 
-    def kept(names: list[str]) -> list[WeightFormat]:
-        """The formats that may keep weights of these names, the first one that does."""
+    def kept(names: list[str]) -> list[QuantizeMethod]:
+        """What may keep a matrix of weights of these names, the first one that does."""
         stored = [checkpoint is not None and checkpoint.is_quantized(name) for name in names]
-        own = made if checkpoint is None else checkpoint.weight_format
-        formats = [own if checkpoint is None or (names and all(stored)) else None]
-        formats += [None if any(stored) else online]
-        return [] if quantization == INT8 else [each for each in formats if each is not None]
+        own: QuantizeMethod | None = made
+        if checkpoint is not None:
+            own = checkpoint.method_for(names, shards) if names and all(stored) else None
+        methods = [own, None if any(stored) else online]
+        return [] if quantization == INT8 else [each for each in methods if each is not None]
 
     for prefix, linear in model.named_modules(LinearBase):
         names = [name for name in linear.weights(prefix) if name.endswith("weight")]
         if not linear.quantizable or not any(map(linear.quantize, kept(names))):
             linear.allocate()
         views |= linear.quantized_weights(prefix)
+    for prefix, embedding in model.named_modules(VocabEmbedding):
+        any(map(embedding.quantize, kept([f"{prefix}weight"])))
+        views |= embedding.quantized_weights(prefix)
     for prefix, moe in model.named_modules(SparseMoE):
         any(map(moe.experts.quantize, kept(moe.matrix_names(prefix))))
         views |= moe.quantized_weights(prefix)

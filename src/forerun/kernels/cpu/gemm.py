@@ -106,7 +106,7 @@ def is_plain(weight: PackedWeight) -> bool:
 
 
 def has_rows(weight: PackedWeight) -> bool:
-    """Whether `take_packed_rows` reads it."""
+    """Whether `take_packed_rows` gives the rows of the weight that was packed."""
     return weight.format is Format.GROUPED or is_plain(weight)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -59,6 +59,7 @@ class Stored:
     shapes: list[tuple[int, ...]]  # that it may have, whole
     floats: bool | None  # whether of plain floats or of integers; None: either
     shard: Shard | None = None  # the part that is read; None: all of it
+    as_blocks: bool = False  # of a GGUF file: not dequantized
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,19 @@ class WeightFormat(QuantizeMethod, ABC):
     @abstractmethod
     def reads(self, name: str, headers: Headers) -> bool:
         """Whether the files have this weight in this format."""
+
+    def method_for(
+        self, names: Sequence[str], headers: Headers, shards: Mapping[str, Shard]
+    ) -> QuantizeMethod | None:
+        """What keeps a matrix of which these are the parts, all of them in this format.
+
+        Args:
+            shards: by name, of the tensors of which this rank reads a part.
+
+        Returns:
+            None: the matrix is plain.
+        """
+        return self
 
     @abstractmethod
     def stored(

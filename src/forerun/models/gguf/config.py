@@ -120,7 +120,7 @@ def stored_name(file: GgufFile, name: str) -> str | None:
 
 
 def as_in_checkpoints(file: GgufFile, name: str, tensor: Tensor) -> Tensor:
-    """A dequantized tensor with its rows and values as checkpoints have them."""
+    """A tensor, blocks or values, with its rows and values as checkpoints have them."""
     family = family_of(file)
     if family.gemma and name.endswith("norm.weight"):
         return tensor - 1

@@ -1,9 +1,11 @@
-"""The tensors of a GGUF file under the names that checkpoints have, dequantized when read."""
+"""The tensors of a GGUF file under the names that checkpoints have."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from forerun.core.errors import ConfigError
@@ -30,7 +32,17 @@ def gguf_headers(path: Path) -> dict[str, Header]:
     return out
 
 
-def read_gguf_tensor(header: Header) -> Tensor:
-    """A whole tensor as checkpoints have it, on the CPU."""
-    file = read_gguf(header.file)
-    return as_in_checkpoints(file, header.stored_as, file.dequantized(header.stored_as))
+def kind_of(header: Header) -> str:
+    """One of `KINDS`."""
+    return read_gguf(header.file).tensors[header.stored_as].kind
+
+
+def read_gguf_tensor(header: Header, as_blocks: bool) -> Tensor:
+    """A whole tensor with its rows as checkpoints have them, on the CPU.
+
+    Args:
+        as_blocks: of a quantized matrix: [rows, bytes of a row] uint8; else its values.
+    """
+    file, name = read_gguf(header.file), header.stored_as
+    tensor = torch.from_numpy(np.array(file.stored(name))) if as_blocks else file.dequantized(name)
+    return as_in_checkpoints(file, name, tensor)
