@@ -32,8 +32,13 @@ def interleave(rows: torch.Tensor, heads: int) -> torch.Tensor:
     return rows.reshape(heads, 2, -1, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
-def write_gguf(path: Path, model: Any, kind: str, extra: Mapping[str, Any] | None = None) -> Any:
-    """Writes a transformers model and changes its weights to those that the file has."""
+def write_gguf(
+    path: Path, model: Any, kind: str | Names, extra: Mapping[str, Any] | None = None
+) -> Any:
+    """Writes a transformers model and changes its weights to those that the file has.
+
+    `kind`: of all matrices, or of those whose names have a key, the first of these.
+    """
     config = model.config
     arch = {"gemma3_text": "gemma3"}.get(config.model_type, config.model_type)
     gemma, writer = arch.startswith("gemma"), GGUFWriter(path, arch)
@@ -64,7 +69,9 @@ def write_gguf(path: Path, model: Any, kind: str, extra: Mapping[str, Any] | Non
             values = interleave(values, heads)
         if gemma and name.endswith("norm.weight"):
             values = values + 1
-        own = kind if values.dim() == 2 else "F32"
+        kinds = {"": kind} if isinstance(kind, str) else kind
+        own = next(each for part, each in kinds.items() if part in name)
+        own = own if values.dim() == 2 else "F32"
         number = GGMLQuantizationType[own]
         data = quantize(values.numpy(), number)
         writer.add_tensor(gguf_name(name, gemma), data, raw_dtype=number)
