@@ -20,6 +20,7 @@ from forerun.layers.gemm_grouped import GroupedMethod
 from forerun.layers.linear import LinearBase
 from forerun.models.base import CausalLM
 from forerun.models.checkpoint import Checkpoint
+from forerun.models.formats.gguf import describe_gguf
 from forerun.models.gguf.config import config_of
 from forerun.models.gguf.reader import read_gguf
 from forerun.models.loader import load_target
@@ -132,3 +133,14 @@ def test_the_engine_says_how_weights_are_kept(
     with LLM(str(tmp_path / "m.gguf"), device="cpu", dtype="float32") as llm:
         assert llm.generate(prompt, params).output_ids == text
         assert not llm.explain()["quantized_weights"]
+
+
+def test_doctor_says_what_becomes_of_the_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = folder_of(tmp_path / "m", "llama", {"down": "F16", "": "Q4_1"})
+    assert (
+        describe_gguf(folder, CPU) == "14 Q4_1, 2 F16; what is quantized is kept as stored (on cpu)"
+    )
+    monkeypatch.setenv(library.VARIABLE, "0")
+    assert "is dequantized when loaded" in describe_gguf(folder, CPU)

@@ -35,6 +35,8 @@ from forerun.layers.gemm import onednn_serves, skinny_serves
 from forerun.layers.linear import LinearBase
 from forerun.llm.bundled import PAIR, preset
 from forerun.llm.hub import config_folder
+from forerun.models.formats.gguf import describe_gguf
+from forerun.models.gguf import GGUF
 from forerun.models.registry import model_class
 from forerun.models.stop_ids import stop_ids
 from forerun.platform import cpu_threads
@@ -120,6 +122,8 @@ def _survey(
     report = survey_machine(model_shapes(folder) if folder is not None else ())
     if folder is not None:
         report["stop_token_ids"] = model_stop_ids(folder)
+        if (folder / GGUF).exists():
+            report["weights"] = describe_gguf(folder, machine.resolve_device("auto"))
     if draft_path is not None:
         name = "speculative_draft_model_path"
         report["draft"] = explain_draft(config_folder(name, draft_path))
@@ -300,6 +304,8 @@ def _show(report: dict[str, Any], console: Console) -> None:
     console.print(f"bundled     {models}")
     if "stop_token_ids" in report:
         console.print(f"stop ids    {_describe_stops(report['stop_token_ids'])}")
+    if "weights" in report:
+        console.print(f"weights     {report['weights']}")
     for name, value in report.get("draft", {}).items():
         console.print(f"draft       {name.replace('_', ' ')}: {escape(str(value))}")
 

@@ -80,7 +80,7 @@ class Checkpoint:
     def method_for(
         self, names: Sequence[str], shards: Mapping[str, Shard]
     ) -> QuantizeMethod | None:
-        """As of `WeightFormat`, of weights that are all quantized."""
+        """What keeps a matrix of these parts, which are all quantized; None: it is plain."""
         assert self.weight_format is not None
         return self.weight_format.method_for(names, self.headers, shards)
 

@@ -7,6 +7,7 @@ part of a matrix, they are dequantized while they are loaded.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
@@ -74,6 +75,17 @@ class GgufFormat(WeightFormat):
         for first in range(0, len(stored), ROWS):
             rows = itemgetter(slice(first, first + ROWS))
             view.map(rows).copy_(read_blocks(rows(stored), kind))
+
+
+def describe_gguf(folder: Path, device: torch.device) -> str:
+    """The kinds of a GGUF file's matrices, and what becomes of them on this device."""
+    tensors = read_gguf(folder / GGUF).tensors.values()
+    kinds = Counter(tensor.kind for tensor in tensors if len(tensor.shape) > 1)
+    found = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+    if not BLOCKS.keys() & kinds.keys():
+        return found
+    kept = "kept as stored" if keeps_codes(folder, device) else "dequantized when loaded"
+    return f"{found}; what is quantized is {kept} (on {device.type})"
 
 
 def keeps_codes(folder: Path, device: torch.device) -> bool:
