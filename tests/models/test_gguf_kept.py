@@ -140,7 +140,7 @@ def test_doctor_says_what_becomes_of_the_weights(
 ) -> None:
     folder = folder_of(tmp_path / "m", "llama", {"down": "F16", "": "Q4_1"})
     assert (
-        describe_gguf(folder, CPU) == "14 Q4_1, 2 F16; what is quantized is kept as stored (on cpu)"
+        describe_gguf(folder, CPU) == "20 Q4_1, 3 F16; what is quantized is kept as stored (on cpu)"
     )
     monkeypatch.setenv(library.VARIABLE, "0")
     assert "is dequantized when loaded" in describe_gguf(folder, CPU)
