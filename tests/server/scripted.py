@@ -93,6 +93,8 @@ class ScriptedEngine:
     def abort(self, rids: Sequence[str]) -> None:
         raise AssertionError(f"{rids} are aborted")
 
+    is_ready = True
+
     @property
     def slots(self) -> int:
         return self.info.limits.slots

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -21,11 +22,12 @@ from forerun.core.errors import ConfigError
 from forerun.server.app import requests_app
 from forerun.server.batches import runner
 from forerun.server.batches.lines import read_lines
-from forerun.server.batches.offline import Files, _counts, _opened, _results
+from forerun.server.batches.offline import Files, _counts, _opened
+from forerun.server.batches.results import read_results
 from forerun.server.batches.runner import Answered, Client, Runner
 from tests.cli.support import Result
 from tests.server.scripted import Scripted
-from tests.server.support import QUESTION, flags, wait_for
+from tests.server.support import QUESTION, LiveServer, flags, wait_for
 from tests.server.test_tools import PLAIN
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -117,19 +119,20 @@ def test_requests_that_are_refused_have_their_status() -> None:
 def test_as_many_as_the_width_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that is busy, or whose engine starts again, is asked again."""
     monkeypatch.setattr(runner, "WAIT_SECONDS", 0.001)
-    at_once, most, calls = 0, 0, 0
+    at_once, most = 0, 0
+    calls: dict[str, int] = {}
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        nonlocal at_once, most, calls
-        body = json.loads((await receive())["body"])
-        at_once, calls = at_once + 1, calls + 1
+        nonlocal at_once, most
+        prompt = json.loads((await receive())["body"])["prompt"]
+        at_once, calls[prompt] = at_once + 1, calls.get(prompt, 0) + 1
         most = max(most, at_once)
         await asyncio.sleep(0.001)
         at_once -= 1
-        status = 503 if body["prompt"] == "dead" else (429, 503, 200)[calls % 3]
+        status = 503 if prompt == "dead" else (429, 503, 200)[calls[prompt] - 1]
         await Response(b"{}", status)(scope, receive, send)
 
-    lines = [line(str(n), {"prompt": "x"}, COMPLETIONS) for n in range(20)]
+    lines = [line(str(n), {"prompt": str(n)}, COMPLETIONS) for n in range(20)]
     found = run(Runner(app, Client("x"), 3), jsonl(*lines, line("d", {"prompt": "dead"})))
     assert most == 3 and len(found) == 21
     status = {value["custom_id"]: value["response"]["status_code"] for value in found.values()}
@@ -146,7 +149,7 @@ def test_an_output_goes_on(tmp_path: Path) -> None:
     first = {"id": "batch_req_2", "custom_id": "b", "response": ok, "error": None}
     output.write_bytes(jsonl(first) + b'{"id": "batch_req_1", "cus')
     with _opened(output) as file:
-        done = _results(file, output)
+        done = read_results(file, output)
         with pytest.raises(ConfigError, match="being written by another process"):
             _opened(output)
     assert output.read_bytes() == jsonl(first)
@@ -155,10 +158,10 @@ def test_an_output_goes_on(tmp_path: Path) -> None:
     for wrong in ({**first, "custom_id": "x"}, {**first, "id": "batch_req_9"}):
         output.write_bytes(jsonl(wrong))
         with _opened(output) as file, pytest.raises(ConfigError, match="of another input"):
-            _counts(files, _results(file, output), 10_000)
+            _counts(files, read_results(file, output), 10_000)
     output.write_text("my notes\n")
     with _opened(output) as file, pytest.raises(ConfigError, match="no result of a batch"):
-        _results(file, output)
+        read_results(file, output)
     assert output.read_text() == "my notes\n"
     with pytest.raises(ConfigError, match="cannot be written"):
         _opened(tmp_path / "no" / "x")
@@ -201,3 +204,133 @@ def test_a_killed_batch_goes_on(llm: LLM, tmp_path: Path) -> None:
         assert response["body"]["choices"][0]["message"]["content"] == want.text
     again = subprocess.run(command, capture_output=True, text=True)
     assert again.returncode == 1 and results_of(output.read_bytes()) == found
+
+
+def use(work: Callable[[openai.AsyncOpenAI], Any], *scripts: str, **settings: Any) -> Scripted:
+    scripted = Scripted(PLAIN, *scripts, **settings)
+    scripted.run(work)
+    return scripted
+
+
+async def batch_of(client: openai.AsyncOpenAI, source: bytes, **more: Any) -> Any:
+    """A batch that has ended."""
+    file = await client.files.create(file=("in.jsonl", source), purpose="batch")
+    assert (file.bytes, file.filename, file.status) == (len(source), "in.jsonl", "processed")
+    batch = await client.batches.create(
+        input_file_id=file.id, endpoint=CHAT, completion_window="24h", **more
+    )
+    while batch.status in ("validating", "in_progress"):
+        await asyncio.sleep(0.01)
+        batch = await client.batches.retrieve(batch.id)
+    return batch
+
+
+def test_batches_over_http(tmp_path: Path) -> None:
+    source = jsonl(line("a"), "{", line("b", {"messages": []}), line("c", url=COMPLETIONS))
+
+    async def work(client: openai.AsyncOpenAI) -> None:
+        batch = await batch_of(client, source, metadata={"x": "y"})
+        assert (batch.status, batch.metadata) == ("completed", {"x": "y"})
+        assert batch.request_counts.model_dump() == {"total": 4, "completed": 1, "failed": 3}
+        output = results_of((await client.files.content(batch.output_file_id)).content)
+        errors = results_of((await client.files.content(batch.error_file_id)).content)
+        (answer,) = output.values()
+        assert answer["custom_id"] == "a"
+        assert answer["response"]["body"]["choices"][0]["message"]["content"] == "Yes."
+        assert errors["batch_req_3"]["response"]["status_code"] == 400
+        assert "not valid JSON" in errors["batch_req_2"]["error"]["message"]
+        assert "the batch is for" in errors["batch_req_4"]["error"]["message"]
+        assert [each.id async for each in client.batches.list()] == [batch.id]
+        assert len([each async for each in client.files.list()]) == 3
+        assert (await client.batches.cancel(batch.id)).status == "completed"
+        assert (await client.files.delete(batch.input_file_id)).deleted
+        for call in (
+            client.files.retrieve(batch.input_file_id),
+            client.files.content("file-" + "0" * 32),
+            client.files.retrieve("../all"),
+            client.batches.retrieve("batch_x"),
+            client.batches.create(input_file_id="file-x", endpoint=CHAT, completion_window="24h"),
+        ):
+            with pytest.raises(openai.NotFoundError):
+                await call
+
+    scripted = use(work, "Yes.", batch_folder=str(tmp_path / "b"))
+    assert len(scripted.engine.prompts) == 1
+
+
+def test_batches_are_of_their_key_and_bounded(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("alice a-key\nbob b-key\n")
+
+    async def work(client: openai.AsyncOpenAI) -> None:
+        alice, bob = client.with_options(api_key="a-key"), client.with_options(api_key="b-key")
+        batch = await batch_of(alice, jsonl(line("a")))
+        assert (batch.status, batch.error_file_id) == ("completed", None)
+        for call in (
+            bob.batches.retrieve(batch.id),
+            bob.batches.cancel(batch.id),
+            bob.files.retrieve(batch.input_file_id),
+            bob.files.content(batch.output_file_id),
+            bob.files.delete(batch.input_file_id),
+        ):
+            with pytest.raises(openai.NotFoundError):
+                await call
+        for _ in range(2):
+            await alice.files.create(file=b"x", purpose="batch")
+        with pytest.raises(openai.BadRequestError, match="4 of 4 are there"):
+            await alice.files.create(file=b"x", purpose="batch")
+        with pytest.raises(openai.BadRequestError, match="all have 3000 bytes"):
+            await bob.files.create(file=b"x" * 3000, purpose="batch")
+        assert (await batch_of(bob, jsonl(line("a")))).status == "completed"
+
+    settings = {"api_key_file": str(keys), "max_files": 4, "max_files_bytes": 2000}
+    scripted = use(work, "Yes.", "No.", batch_folder=str(tmp_path / "b"), **settings)
+    assert scripted.engine.tenants == [1, 2]
+
+
+def test_a_batch_without_a_folder_or_a_purpose(tmp_path: Path) -> None:
+    async def work(client: openai.AsyncOpenAI) -> None:
+        with pytest.raises(openai.BadRequestError, match="start it with --batch-folder"):
+            await client.files.create(file=b"x", purpose="batch")
+        with pytest.raises(openai.BadRequestError, match="start it with --batch-folder"):
+            await client.batches.list()
+
+    use(work)
+
+    async def purpose(client: openai.AsyncOpenAI) -> None:
+        with pytest.raises(openai.BadRequestError, match="purpose must be 'batch'"):
+            await client.files.create(file=b"x", purpose="fine-tune")
+
+    use(purpose, batch_folder=str(tmp_path))
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"batch_folder .* cannot be written"):
+        Scripted(PLAIN, batch_folder=str(tmp_path / "file"))
+
+
+@pytest.mark.exhaustive
+def test_batches_of_a_live_server_go_on(llm: LLM, tmp_path: Path) -> None:
+    """They are cancelled, or go on when a server starts again."""
+    body = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 150}
+    source = jsonl(*(line(str(n), {**body, "seed": n}) for n in range(30)))
+    settings = flags(**ENGINE, batch_folder=tmp_path / "b")
+    ask: Any = {"endpoint": CHAT, "completion_window": "24h"}
+    with LiveServer(*settings) as server:
+        client = server.client()
+        file = client.files.create(file=("a", source), purpose="batch")
+        first = client.batches.create(input_file_id=file.id, **ask)
+        second = client.batches.create(input_file_id=file.id, **ask)
+        assert client.batches.cancel(second.id).status == "cancelled"
+        with pytest.raises(openai.ConflictError, match="needs this file"):
+            client.with_options(max_retries=0).files.delete(file.id)
+        wait_for(lambda: client.batches.retrieve(first.id).request_counts.completed > 2, 60)  # type: ignore[union-attr]
+    with LiveServer(*settings) as server:
+        client = server.client()
+        wait_for(lambda: client.batches.retrieve(first.id).status == "completed", 120)
+        batch = client.batches.retrieve(first.id)
+        assert client.batches.retrieve(second.id).status == "cancelled"
+        found = results_of(client.files.content(batch.output_file_id or "").content)
+        assert len(found) == 30
+        want = llm.chat(body["messages"], {"sampling_seed": 7, "max_new_tokens": 150})
+        answer = found["batch_req_8"]["response"]["body"]
+        assert answer["choices"][0]["message"]["content"] == want.text
+        server.wait_idle()

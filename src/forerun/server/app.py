@@ -18,6 +18,10 @@ from forerun import __version__
 from forerun.core.errors import RequestError, nearest, shown
 from forerun.server.anthropic.errors import SpeakAnthropic
 from forerun.server.anthropic.messages import messages_router
+from forerun.server.batches.api import batches_router
+from forerun.server.batches.folder import BatchFolder, Limits
+from forerun.server.batches.jobs import DEFAULTS, BatchJobs
+from forerun.server.batches.runner import Client, Runner
 from forerun.server.http.access import names_in
 from forerun.server.http.auth import CheckAccess, RequireKey
 from forerun.server.http.errors import DOCUMENTED, ApiError
@@ -51,6 +55,7 @@ def build_app(service: Service) -> ASGIApp:
         chat_router(service),
         responses_router(service),
         conversations_router(service.store),
+        batches_router(_batch_jobs(service)),
         messages_router(service),
         native_router(service),
         tokenize_router(service),
@@ -80,6 +85,32 @@ def requests_app(service: Service) -> FastAPI:
         app.include_router(router)
     _add_error_handlers(app)
     return app
+
+
+def _batch_jobs(service: Service) -> BatchJobs | None:
+    """Those of the server's folder, which begin and end with the server."""
+    settings, engine = service.settings, service.engine
+    if settings.batch_folder is None:
+        return None
+    app = requests_app(service)
+
+    def client_of(key: str | None) -> Client | None:
+        if service.api_keys is None or key is None:
+            return Client("batch") if service.api_keys is None and key is None else None
+        found = service.api_keys.named(key)
+        return None if found is None else Client(key, key, found.tenant, found.max_requests)
+
+    def make_runner(client: Client) -> Runner:
+        width = min(engine.slots, client.max_requests or engine.slots)
+        return Runner(app, client, width, lambda: engine.is_ready, DEFAULTS)
+
+    folder = BatchFolder(
+        settings.batch_folder, Limits(settings.max_files, settings.max_files_bytes)
+    )
+    jobs = BatchJobs(folder, make_runner, client_of, settings.max_body_bytes)
+    service.when_ready.append(jobs.resume)
+    service.when_stopping.append(jobs.stop)
+    return jobs
 
 
 def _add_middleware(app: FastAPI, service: Service) -> None:

@@ -183,6 +183,8 @@ class _Run:
             url = self._service.settings.url(host, port)
             gc.collect()
             gc.freeze()  # what is loaded by now stays: collections need not look at it again
+            for begin in self._service.when_ready:
+                begin()
             self._on_ready(url, self._service.explain)
             await self._first(serving, gave_up)
             if gave_up.done():
@@ -198,6 +200,8 @@ class _Run:
 
     async def _drain(self) -> None:
         """Waits for the requests in flight; new ones get 503 meanwhile."""
+        for stop in self._service.when_stopping:
+            stop()
         self._service.draining = True
         if self._engine.num_requests:
             log.warning(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 from uuid import uuid4
@@ -38,6 +38,8 @@ class Service:
     tracing: ServerTracing | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False  # a signal to stop has come: nothing new is taken
+    when_ready: list[Callable[[], None]] = field(default_factory=list)  # called once
+    when_stopping: list[Callable[[], None]] = field(default_factory=list)
     format: OutputFormat = field(init=False)
     api_keys: ApiKeys | None = field(init=False)
     store: ResponseStore = field(init=False)

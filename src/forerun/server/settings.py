@@ -80,6 +80,11 @@ class ServerSettings:
     max_stored_bytes: int = _setting(
         64 * 2**20, "Most bytes of stored responses and conversations, per API key", int
     )
+    batch_folder: str | None = _setting(
+        None, "Folder for the files of /v1/files and /v1/batches; default: there are none"
+    )
+    max_files: int = _setting(100, "Most files, and most batches, per API key", int)
+    max_files_bytes: int = _setting(2**30, "Most bytes of all files, per API key", int)
     dp_size: int = _setting(
         1, "Replicas: engines that share the requests, each on a GPU (or CPUs) of its own", int
     )
@@ -135,7 +140,13 @@ class ServerSettings:
         for name in ("max_body_bytes", "max_n", "dp_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be >= 1, got {getattr(self, name)}.")
-        for name in ("max_queued_requests", "max_stored_responses", "max_stored_bytes"):
+        for name in (
+            "max_queued_requests",
+            "max_stored_responses",
+            "max_stored_bytes",
+            "max_files",
+            "max_files_bytes",
+        ):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must be >= 0, got {getattr(self, name)}.")
         for name in ("request_timeout", "queue_timeout"):

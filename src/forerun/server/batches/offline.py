@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
-import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from forerun.config.engine_config import EngineConfig
 from forerun.core.errors import ConfigError, shown
 from forerun.server.app import requests_app
 from forerun.server.batches.lines import Line, read_lines
+from forerun.server.batches.results import Results, read_results
 from forerun.server.batches.runner import Answered, Client, Counts, Runner
 from forerun.server.http.errors import ServerStartError
 from forerun.server.run import make_service
@@ -49,7 +49,7 @@ def run_offline(
         ServerStartError: an engine process ended before it was ready, or too often.
     """
     with _opened(files.output) as output:
-        done = _results(output, files.output)
+        done = read_results(output, files.output)
         counts = _counts(files, done, settings.max_body_bytes)
         on_progress(counts)
         if counts.completed + counts.failed == counts.total:
@@ -78,7 +78,7 @@ async def _run(
         await engine.start()
         room = engine.slots + service.settings.max_queued_requests
         width = min(AHEAD * engine.slots, room)
-        runner = Runner(requests_app(service), Client("batch"), width)
+        runner = Runner(requests_app(service), Client("batch"), width, lambda: engine.is_ready)
         with source.open("rb") as file:
             lines = read_lines(file, service.settings.max_body_bytes)
             running = asyncio.ensure_future(
@@ -130,35 +130,7 @@ def _opened(path: Path) -> BinaryIO:
     return file
 
 
-def _results(output: BinaryIO, path: Path) -> dict[int, tuple[str | None, bool]]:
-    """Line → custom id and whether it was answered; what a kill has cut off is removed.
-
-    Raises:
-        ConfigError: the file has something else.
-    """
-    results: dict[int, tuple[str | None, bool]] = {}
-    end = 0
-    for raw in output:
-        if not raw.endswith(b"\n"):
-            break
-        end += len(raw)
-        try:
-            value = json.loads(raw)
-            number = int(value["id"].rpartition("_")[2])
-            response = value["response"]
-            completed = response is not None and response["status_code"] < 400
-            results[number] = value["custom_id"], completed
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise ConfigError(
-                f"output {shown(str(path))} is there and has a line that is no result of a batch;"
-                " name another file."
-            ) from None
-    output.seek(end)
-    output.truncate()
-    return results
-
-
-def _counts(files: Files, done: dict[int, tuple[str | None, bool]], max_bytes: int) -> Counts:
+def _counts(files: Files, done: Results, max_bytes: int) -> Counts:
     """Counts the lines of the input and the results that are there.
 
     Raises:

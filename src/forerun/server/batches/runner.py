@@ -26,6 +26,7 @@ class Client:
     name: str
     key: str | None = None
     tenant: int = 0
+    max_requests: int | None = None  # at a time
 
     def exchange(self) -> Exchange:
         exchange = Exchange(uuid4().hex, client=self.name, key=self.key, tenant=self.tenant)
@@ -57,6 +58,7 @@ class Runner:
     app: ASGIApp  # of `requests_app`
     client: Client
     width: int  # requests at a time
+    is_ready: Callable[[], bool] = lambda: True  # there is an engine
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of bodies
 
     async def run(self, lines: Iterable[Line], write: Callable[[Answered], None]) -> None:
@@ -86,6 +88,8 @@ class Runner:
         body = json.dumps({**stateless, **self.defaults, **line.body}).encode()
         tries = 0
         while True:
+            while not self.is_ready():
+                await asyncio.sleep(WAIT_SECONDS)
             exchange = self.client.exchange()
             current_exchange.set(exchange)
             status, answer = await post(self.app, line.url, body)

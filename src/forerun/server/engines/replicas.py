@@ -125,6 +125,11 @@ class Replicas:
         return min((client.info for client in self.clients), key=lambda info: info.num_pages)
 
     @property
+    def is_ready(self) -> bool:
+        """Whether a replica serves."""
+        return self.state is EngineState.READY
+
+    @property
     def slots(self) -> int:
         """Requests that can run at the same time."""
         return sum(client.info.limits.slots for client in self.clients)

@@ -107,6 +107,10 @@ class ApiKeys:
                 found = key
         return found
 
+    def named(self, name: str) -> ApiKey | None:
+        """The key with this name."""
+        return next((key for key in self._keys if key.name == name), None)
+
     def usage(self, key: ApiKey) -> Usage:
         """What the key has asked for so far."""
         return self._usage.setdefault(key.name, Usage())
