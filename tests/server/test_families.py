@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import openai
 import pytest
 
 from forerun.server.openai.output_format import choose_format
@@ -24,6 +25,7 @@ WEATHER = {
         "days": {"type": "integer"},
         "hourly": {"type": "boolean"},
         "tags": {"type": "array", "items": {"type": "string"}},
+        "unit": {"enum": ["C", "F"]},
     },
     "required": ["city", "days"],
     "additionalProperties": False,
@@ -309,3 +311,161 @@ def test_names_are_those_of_the_peers() -> None:
     ):
         assert len({TOOL_PARSERS[name] for name in names}) == 1
     assert REASONING_PARSERS["gpt-oss"] is REASONING_PARSERS["openai_gptoss"]
+
+
+FORECAST: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "place": {"type": "string", "enum": ["x", "y"]},
+        "heat": {"type": "number", "minimum": 0},
+        "parts": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "properties": {"k": {"type": "boolean"}},
+                "required": ["k"],
+            },
+            "minItems": 1,
+        },
+        "note": {"type": ["string", "null"]},
+    },
+    "required": ["parts"],
+}
+# (family, arguments, whether the grammar of `FORECAST` allows them)
+LITERALS = [
+    ("gemma-4", '{place:<|"|>x<|"|>,parts:[{k:true}]}', True),
+    ("gemma-4", '{heat:2.5,parts:[{k:true},{k:false}],note:<|"|>a < b<|"|>}', True),
+    ("gemma-4", "{parts:[{k:true}],note:null}", True),
+    ("gemma-4", '{place:<|"|>z<|"|>,parts:[{k:true}]}', False),
+    ("gemma-4", "{heat:-1,parts:[{k:true}]}", False),
+    ("gemma-4", "{parts:[]}", False),
+    ("gemma-4", "{parts:[{}]}", False),
+    ("gemma-4", "{}", False),
+    ("llama-4", 'place="x", parts=[{"k": true}]', True),
+    ("llama-4", "place='y', parts=[{\"k\": true}], note=None", True),
+    ("llama-4", "parts=[{\"k\": true}], note='it is'", True),
+    ("llama-4", 'place="z", parts=[{"k": true}]', False),
+    ("llama-4", 'heat=-1, parts=[{"k": true}]', False),
+    ("llama-4", "parts=[]", False),
+    ("llama-4", "", False),
+]
+
+
+@pytest.mark.parametrize(("name", "arguments", "allowed"), LITERALS, ids=range(len(LITERALS)))
+def test_grammars_of_arguments_that_are_not_json(name: str, arguments: str, allowed: bool) -> None:
+    pytest.importorskip("xgrammar")
+    tools = [function("forecast", FORECAST)]
+    tag = grammar(FAMILIES[name], tools=tools, tool_choice="required")
+    before, after = ("<|tool_call>call:forecast", "<tool_call|>")
+    if name == "llama-4":
+        before, after = "[forecast(", ")]"
+    assert accepts(tag, f"{before}{arguments}{after}") == allowed
+
+
+def test_functions_of_any_arguments_take_any_in_a_grammar() -> None:
+    pytest.importorskip("xgrammar")
+    tools = [function("now", NOTHING, strict=True), function("put", {"type": "object"})]
+    for name, call in (
+        ("gemma-4", '<|tool_call>call:put{a:{b:[1,<|"|>x<|"|>,{}]},c:null}<tool_call|>'),
+        ("olmo-3", '</think><function_calls>put(a={"b": [1, "x", {}]}, c=None)</function_calls>'),
+    ):
+        assert accepts(grammar(FAMILIES[name], tools=tools), call)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"s": {"type": "string", "minLength": 2}}, "'minLength' has no grammar"),
+    ({"l": {"type": "array", "items": {}, "maxItems": 129}}, "at most 128 items"),
+    ({"s": {"$ref": "#/properties/s"}}, "nested too deeply"),
+    ({"s": {"$ref": "#/$defs/x"}}, "#/$defs/x"),
+]
+
+
+@pytest.mark.parametrize(("properties", "words"), REFUSED, ids=range(len(REFUSED)))
+def test_schemas_without_a_grammar_are_a_400(properties: dict[str, Any], words: str) -> None:
+    tools = [function("put", {"type": "object", "properties": properties})]
+    with pytest.raises(openai.BadRequestError, match="The schema of the function 'put'") as caught:
+        Scripted(FAMILIES["gemma-4"].tokenizer).chat(
+            messages=ASK, tools=tools, tool_choice="required"
+        )
+    assert words in str(caught.value)
+
+
+def test_an_answer_in_json_is_in_the_channel_of_answers() -> None:
+    """After reasoning, if there is some."""
+    pytest.importorskip("xgrammar")
+    family = FAMILIES["gpt-oss"]
+    tag = grammar(family, response_format={"type": "json_object"})
+    for answer, allowed in (
+        ('<|channel|>final<|message|>{"a": 1}', True),
+        (family.thought + '<|channel|>final<|message|>{"a": 1}', True),
+        ('{"a": 1}', False),
+        ("<|channel|>final<|message|>a", False),
+    ):
+        assert accepts(tag, answer) == allowed
+
+
+def test_effort_reaches_the_template_and_switches_thinking() -> None:
+    for name, effort, want in (
+        ("gpt-oss", "low", "Reasoning: low"),
+        ("gemma-4", "high", "<|think|>"),
+        ("glm-4.5", "none", "<think>\n\n</think>"),
+    ):
+        scripted = Scripted(FAMILIES[name].tokenizer, "Yes.")
+        scripted.chat(messages=ASK, reasoning_effort=effort)
+        assert want in scripted.engine.prompts[0]
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "gemma-4", "mistral", "granite", "olmo-3"])
+def test_reasoning_can_stay_in_the_content_or_be_left_out(name: str) -> None:
+    family = FAMILIES[name]
+    answer = "<|channel|>final<|message|>Yes." if name == "gpt-oss" else "Yes."
+    for body, content in (
+        ({"include_reasoning": False}, "Yes."),
+        ({"separate_reasoning": False}, None),
+    ):
+        for stream in (False, True):
+            scripted = Scripted(family.tokenizer, family.thought + answer)
+            extra = {**THINKING, **body}
+            got = scripted.chat(messages=ASK, stream=stream, extra_body=extra)
+            text, thought, _, _ = parsed(got, stream)
+            assert thought == ""
+            if content is None:
+                assert "The user asks." in text and text.endswith("Yes.")
+                assert text.startswith(family.thought.split("The")[0].strip())
+            else:
+                assert text == content
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_tokens_of_reasoning_are_counted(family: Family) -> None:
+    scripted = Scripted(family.tokenizer, family.thought + family.calls)
+    answer = scripted.chat(messages=ASK, tools=TOOLS, extra_body=THINKING)
+    marks = family.thought.removesuffix("<|start|>assistant").rstrip()
+    details = answer.usage.completion_tokens_details
+    if family.reasoning == "none":
+        assert details is None or not details.reasoning_tokens
+    else:
+        assert details.reasoning_tokens == len(family.tokenizer(marks)["input_ids"])
+
+
+def test_truncated_calls_are_broken_alike_whole_and_streamed() -> None:
+    """Whatever the length, nothing that was announced is taken back."""
+    for family in FAMILIES.values():
+        tokens = len(family.tokenizer(family.calls)["input_ids"])
+        for most in range(1, tokens, max(1, tokens // 12)):
+            seen = []
+            for stream in (False, True):
+                scripted = Scripted(family.tokenizer, family.calls)
+                body: Any = {"messages": ASK, "tools": TOOLS, "max_tokens": most}
+                off = {"chat_template_kwargs": {"enable_thinking": False}}
+                got = scripted.chat(**body, stream=stream, extra_body=off)
+                deltas = [c.choices[0].delta for c in got] if stream else [got.choices[0].message]
+                pieces = [call.function for d in deltas for call in d.tool_calls or []]
+                seen.append(
+                    (
+                        "".join(d.content or "" for d in deltas),
+                        [piece.name for piece in pieces if piece.name],
+                        "".join(piece.arguments for piece in pieces),
+                    )
+                )
+            assert seen[0] == seen[1]

@@ -22,17 +22,28 @@ from forerun.server.parsers.argument_values import allowed_types
 from forerun.server.parsers.gemma4 import QUOTE
 
 _MAX_NESTING = 16
+_MAX_ITEMS = 128  # that are counted; xgrammar counts wrongly beyond
 _DEFINITIONS = ("$defs", "definitions")
 # That say nothing about the value, or are looked at here.
 _NOTES = frozenset(
     {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly",
      "$comment", "$schema", "$id", "type", "enum", "const", "anyOf", "oneOf", "$ref", *_DEFINITIONS}
 )  # fmt: skip
+_PLAIN = _NOTES - {"const", "anyOf", "oneOf", "$ref"}
 _OF_TYPE = {
     "string": frozenset({"pattern"}),
     "object": frozenset({"properties", "required", "additionalProperties"}),
     "array": frozenset({"items", "minItems", "maxItems"}),
 }
+# A value in Gemma's notation of which a schema says nothing.
+_GEMMA_ANYTHING = r"""
+root ::= string | number | "true" | "false" | "null" | list | object
+string ::= "<|\"|>" ([^<] | "<" [^|<])* "<|\"|>"
+number ::= "-"? ("0" | [1-9] [0-9]*) ("." [0-9]+)?
+list ::= "[" (root ("," root)*)? "]"
+object ::= "{" (pair ("," pair)*)? "}"
+pair ::= [A-Za-z_] [A-Za-z0-9_]* ":" root
+"""
 _KEY = regex("[A-Za-z_][A-Za-z0-9_]*")
 _TYPES = ("string", "number", "integer", "boolean", "null", "array", "object")
 
@@ -58,7 +69,7 @@ def _python_value(schema: Any, root: Mapping[str, Any]) -> Format:
         forms += [text("True"), text("False")]
     if "null" in types and not {"enum", "const"} & given.keys():
         forms.append(text("None"))
-    if types == {"string"}:
+    if "string" in types:
         forms += _single_quoted(given)
     return either(*forms)
 
@@ -68,7 +79,7 @@ def _single_quoted(schema: Mapping[str, Any]) -> list[Format]:
     values = schema.get("enum")
     if isinstance(values, list):
         return [text(f"'{v}'") for v in values if isinstance(v, str) and repr(v) == f"'{v}'"]
-    return [regex("'[^'\\\\\\n]*'")] if schema.keys() <= (_NOTES - {"const", "$ref"}) else []
+    return [regex("'[^'\\\\\\n]*'")] if schema.keys() <= _PLAIN else []
 
 
 def gemma_arguments(schema: Mapping[str, Any]) -> Format:
@@ -100,6 +111,8 @@ class _Gemma:
         kept = [kind for kind in _TYPES if kind in types]
         if "number" in kept and "integer" in kept:
             kept.remove("integer")
+        if len(kept) == len(_TYPES) - 1 and given.keys() <= _NOTES:
+            return {"type": "grammar", "grammar": _GEMMA_ANYTHING}
         self._check(given, kept)
         return either(*(self._typed(kind, given, depth + 1) for kind in kept))
 
@@ -109,14 +122,12 @@ class _Gemma:
             inner = regex(schema["pattern"]) if "pattern" in schema else free
             return sequence(text(QUOTE), inner, text(QUOTE))
         if kind == "object":
-            if not schema:  # anything: not deeper than this
-                return text("{}")
             return self._object(schema, depth)
         if kind == "array":
-            if not schema:
-                return text("[]")
             item = self.value(schema.get("items"), depth)
             least, most = schema.get("minItems", 0), schema.get("maxItems")
+            if max(least, most or 0) > _MAX_ITEMS:
+                raise RequestError(f"lists of this format take at most {_MAX_ITEMS} items")
             return sequence(text("["), separated(item, ",", least, most), text("]"))
         numeric = {key: value for key, value in schema.items() if key not in _NOTES}
         return json_schema({"type": kind, **(numeric if kind in ("number", "integer") else {})})

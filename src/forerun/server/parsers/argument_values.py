@@ -12,6 +12,7 @@ from forerun.server.parsers.json_object import Expect, JsonScanner, Malformed
 
 STRING = "string"
 _ALL = frozenset({"null", "boolean", "integer", "number", STRING, "array", "object"})
+_RESTRICTIONS = frozenset({"enum", "const", "pattern", "format", "minLength", "maxLength"})
 _MAX_REFERENCES = 32
 _WORDS = {"true": "true", "false": "false", "null": "null", "none": "null"}
 
@@ -45,6 +46,44 @@ def _types(schema: Any, root: Mapping[str, Any], references: int) -> frozenset[s
         for part in schema["allOf"]:
             types &= _types(part, root, references - 1)
     return types
+
+
+def restricted(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """What a schema asks of strings; None: nothing."""
+    for _ in range(_MAX_REFERENCES):
+        if not isinstance(schema, Mapping):
+            return None
+        if _RESTRICTIONS & schema.keys():
+            return schema
+        schema = _target(schema["$ref"], root) if isinstance(schema.get("$ref"), str) else None
+    return None
+
+
+def fitting(text: str, raw: str, schema: Mapping[str, Any]) -> str:
+    """A string as its schema wants it: spaces around it may be part of it, or not.
+
+    Args:
+        raw: the text with the line breaks around it.
+        schema: as of `restricted`.
+    """
+    stripped = text.strip()
+    if {"pattern", "format"} & schema.keys():
+        return stripped
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    for candidate in (text, stripped, raw):
+        if isinstance(values, list):
+            fits = candidate in values
+        else:
+            fits = _bound(schema, "minLength", 0) <= len(candidate)
+            fits = fits and len(candidate) <= _bound(schema, "maxLength", len(raw))
+        if fits:
+            return candidate
+    return text
+
+
+def _bound(schema: Mapping[str, Any], name: str, default: int) -> int:
+    value = schema.get(name)
+    return value if isinstance(value, int) else default
 
 
 def _target(reference: str, root: Mapping[str, Any]) -> Any:

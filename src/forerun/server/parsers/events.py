@@ -54,15 +54,22 @@ Event = Text | Reasoning | CallStart | Arguments | CallEnd | CallBroken
 
 
 def merged(events: Iterable[Event]) -> list[Event]:
-    """The events with neighbours of the same kind joined, and empty ones left out."""
+    """The events with neighbours of the same kind joined, and empty ones left out.
+
+    Texts are joined if nothing is between them in the output.
+    """
     groups: list[tuple[Event, list[str]]] = []
+    end = 0  # of the last text
     for event in events:
         if not isinstance(event, Text | Reasoning | Arguments):
             groups.append((event, []))
         elif event.text:
-            if not groups or type(groups[-1][0]) is not type(event):
+            apart = isinstance(event, Text) and event.start != end
+            if not groups or type(groups[-1][0]) is not type(event) or apart:
                 groups.append((event, []))
             groups[-1][1].append(event.text)
+            if isinstance(event, Text):
+                end = event.start + len(event.text)
     return [_joined(first, texts) for first, texts in groups]
 
 

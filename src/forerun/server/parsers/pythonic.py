@@ -16,7 +16,7 @@ from forerun.server.parsers.call_syntax import CallSyntax, Style
 from forerun.server.parsers.events import Text
 from forerun.server.parsers.json_object import Malformed
 from forerun.server.parsers.literals import LiteralParser
-from forerun.server.parsers.scanner import Reading
+from forerun.server.parsers.scanner import SPACES, Reading
 
 START, END = "<|python_start|>", "<|python_end|>"
 CALLS_BEGIN, CALLS_END = "<function_calls>", "</function_calls>"
@@ -99,12 +99,15 @@ class Olmo3Parser(PythonCallParser):
 
     def _calls(self) -> Reading[None]:
         """Commas and brackets as in a list of Python are passed over."""
-        yield from self._spaces()
-        while self._char and self._char != CALLS_END[0]:
-            if self._char in "[],":
-                yield from self._consume()
-            else:
-                yield from self._python_call()
-                self._raw = []
-            yield from self._spaces()
+        yield from self._passed_over()
+        while True:
+            yield from self._python_call()
+            self._raw = []
+            yield from self._passed_over()
+            if not self._char or self._char == CALLS_END[0]:
+                break
         yield from self._closing(CALLS_END)
+
+    def _passed_over(self) -> Reading[None]:
+        while self._char and (self._char in SPACES or self._char in "[],"):
+            yield from self._consume()

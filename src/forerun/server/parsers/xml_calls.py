@@ -30,7 +30,9 @@ from forerun.server.parsers.argument_values import (
     allowed_types,
     ends_in_string,
     escaped,
+    fitting,
     property_schema,
+    restricted,
     typed,
 )
 from forerun.server.parsers.call_syntax import CallSyntax, Style
@@ -86,23 +88,34 @@ class XmlCallParser(MarkedCallParser):
         """
         assert self._announced is not None
         root = self._functions[self._announced]
-        types = allowed_types(property_schema(root, key), root)
+        schema = property_schema(root, key)
+        types, asked = allowed_types(schema, root), restricted(schema, root)
         end = self.xml.value[1]
         words = (end, *(f"\n{word}" for word in (end, *following))) if self.xml.lines else (end,)
+        line = ""
         if self.xml.lines and self._char == "\n":
+            line = "\n"
             yield from self._consume()
-        if types == {STRING}:
+        if types == {STRING} and asked is None:
             self._argue('"')
             word = yield from self._until(words, lambda text: self._argue(escaped(text)))
             self._argue('"')
         else:
-            text, word = "", ""
-            while not word or ends_in_string(text):  # a mark in a string of JSON ends nothing
-                parts = [word]
-                word = yield from self._until(words, parts.append)
-                text += "".join(parts)
+            text, word = yield from self._whole_value(words)
+            if asked is not None and STRING in types:
+                raw = line + text + word.removesuffix(word.lstrip())
+                text = fitting(text, raw, asked)
             self._argue(typed(text, types))
         return word.removeprefix("\n")
+
+    def _whole_value(self, words: tuple[str, ...]) -> Reading[tuple[str, str]]:
+        """A value, and which of `words` ended it: not one in a string of JSON."""
+        text = word = ""
+        while not word or ends_in_string(text):
+            parts = [word]
+            word = yield from self._until(words, parts.append)
+            text += "".join(parts)
+        return text, word
 
 
 class Qwen3CoderParser(XmlCallParser):
