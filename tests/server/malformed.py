@@ -45,6 +45,13 @@ BASES = {
     "/generate": {"text": '"x"', "sampling_params": '{"max_new_tokens": 2, "temperature": 0}'},
     "/tokenize": {"prompt": '"x"'},
     "/abort_request": {"rid": '"nobody"'},
+    "/v1/messages": {
+        "model": '"bundled"',
+        "messages": '[{"role": "user", "content": "x"}]',
+        "max_tokens": "2",
+        "temperature": "0",
+    },
+    "/v1/conversations": {"items": '[{"role": "user", "content": "x"}]'},
 }
 # Places inside fields: (path, field, text with a value's place).
 _MESSAGES = (
@@ -81,7 +88,20 @@ _ITEMS = (
     '[{"type": "function_call_output", "call_id": "a", "output": %s}]',
     '[{"type": "reasoning", "content": %s}]',
 )
+_BLOCKS = (
+    "[%s]",
+    '[{"role": %s, "content": "x"}]',
+    '[{"role": "user", "content": [%s]}]',
+    '[{"role": "user", "content": [{"type": %s, "text": "x"}]}]',
+    '[{"role": "user", "content": [{"type": "tool_result", "tool_use_id": %s}]}]',
+    '[{"role": "assistant", "content": [{"type": "thinking", "thinking": %s}]}]',
+    '[{"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "b", "input": %s}]}'
+    ', {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a"}]}]',
+    '[{"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "b", "input": {}}]}'
+    ', {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": %s}]}]',
+)
 _COMPLETION, _CHAT, _RESPONSE, _GENERATE = list(BASES)[:4]
+_MESSAGE, _CONVERSATION = list(BASES)[-2:]
 PLACES: list[tuple[str, str, str]] = [
     *((_CHAT, "messages", text) for text in _MESSAGES),
     *((_CHAT, "response_format", text) for text in _FORMATS),
@@ -100,6 +120,16 @@ PLACES: list[tuple[str, str, str]] = [
     (_RESPONSE, "reasoning", '{"effort": %s}'),
     (_RESPONSE, "text", '{"format": %s}'),
     (_RESPONSE, "metadata", '{"a": %s}'),
+    (_RESPONSE, "conversation", '{"id": %s}'),
+    *((_MESSAGE, "messages", text) for text in _BLOCKS),
+    (_MESSAGE, "system", "[%s]"),
+    (_MESSAGE, "tools", "[%s]"),
+    (_MESSAGE, "tools", '[{"name": "a", "input_schema": %s}]'),
+    (_MESSAGE, "tool_choice", '{"type": "tool", "name": %s}'),
+    (_MESSAGE, "thinking", '{"type": "enabled", "budget_tokens": %s}'),
+    (_MESSAGE, "output_config", '{"format": {"type": "json_schema", "schema": %s}}'),
+    (_CONVERSATION, "items", '[{"role": "user", "content": %s}]'),
+    (_CONVERSATION, "metadata", '{"a": %s}'),
     (_GENERATE, "input_ids", "[%s]"),
     (_GENERATE, "rid", "[%s]"),
     (_GENERATE, "sampling_params", "[%s]"),

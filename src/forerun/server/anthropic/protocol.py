@@ -21,12 +21,12 @@ from forerun.server.http.strict_model import (
     Unsupported,
     invalid,
 )
+from forerun.server.openai.chat_prompt import THINKING
 from forerun.server.openai.output_format import OutputFormat
 from forerun.server.openai.protocol import SamplingFields, refuse_invalid, sampling_params
 from forerun.server.openai.tools import MAX_TOOLS, Function, ToolUse, tool_use
 
 CUSTOM = "custom"  # the type of tools that clients define; also if none is given
-_THINKING = ("enable_thinking", "thinking")  # variables of templates that switch reasoning
 # About caching, billing and how clients are told apart at Anthropic; nothing here depends on them.
 _IGNORED = (
     "metadata", "service_tier", "inference_geo", "cache_control", "context_management", "betas",
@@ -170,7 +170,7 @@ class _Conversation(StrictModel):
     def variables(self) -> dict[str, Any]:
         """Variables of the chat template. Without `thinking` they do not say whether to reason."""
         asked = self.thinking
-        switch = {} if asked is None else dict.fromkeys(_THINKING, asked.type != "disabled")
+        switch = {} if asked is None else dict.fromkeys(THINKING, asked.type != "disabled")
         effort = {} if self.output_config is None else self.output_config.variables
         return {**switch, **effort, **(self.chat_template_kwargs or {})}
 

@@ -12,7 +12,7 @@ from forerun.llm.prompts import Ending
 from forerun.server.http.strict_model import MAX_VARIABLES, StrictModel
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
-_THINKING = ("enable_thinking", "thinking")  # variables of templates that switch reasoning
+THINKING = ("enable_thinking", "thinking")  # variables of templates that switch reasoning
 
 
 def variables_of(given: Mapping[str, Any] | None, effort: Effort | None) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def variables_of(given: Mapping[str, Any] | None, effort: Effort | None) -> dict
         raise RequestError(
             "reasoning_effort and chat_template_kwargs.reasoning_effort differ; give one."
         )
-    switched = dict.fromkeys(_THINKING, effort != "none")
+    switched = dict.fromkeys(THINKING, effort != "none")
     return {**switched, **known, "reasoning_effort": effort}
 
 
