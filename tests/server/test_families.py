@@ -280,6 +280,8 @@ def test_grammars_accept_what_models_write_and_no_other_functions(family: Family
         assert accepts(tag, raw)
         assert not accepts(tag, raw.replace("weather", "rain"))
         assert not accepts(tag, raw.replace("days", "nights"))
+        if family.reasoning == "qwen3":
+            assert accepts(tag, f"\n{raw}")
         assert accepts(tag, family.thought + "Yes.") == ("tool_choice" not in body)
     named = {"type": "function", "function": {"name": "now"}}
     tag = grammar(family, tools=TOOLS, tool_choice=named, extra_body=THINKING)
@@ -298,6 +300,26 @@ def test_whatever_a_grammar_allows_is_read_as_valid_calls(tmp_path: Path, family
             assert (text, finish) == ("", "tool_calls"), walking.engine.walked
             for name, arguments in calls:
                 jsonschema.validate(arguments, schemas[name])
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "<|channel|>commentary to=functions.now <|constrain|>json<|message|>",
+        "<|channel|>commentary to=functions.now json<|message|>",
+        "<|channel|>commentary to=functions.now code<|message|>",
+        " to=functions.now<|channel|>commentary json<|message|>",
+        " to=functions.now<|channel|>commentary <|constrain|>json<|message|>",
+    ],
+)
+def test_headers_that_gpt_oss_writes(header: str) -> None:
+    pytest.importorskip("xgrammar")
+    family = FAMILIES["gpt-oss"]
+    answer = Scripted(family.tokenizer, f"{header}{{}}").chat(messages=ASK, tools=TOOLS)
+    assert parsed(answer, stream=False)[2] == [("now", {})]
+    tag = grammar(family, tools=TOOLS, tool_choice="required")
+    assert accepts(tag, f"{header}{{}}")
+    assert accepts(tag, f"{family.thought}{header}{{}}")
 
 
 def test_names_are_those_of_the_peers() -> None:

@@ -203,4 +203,4 @@ def _reasoning(syntax: ReasoningSyntax, opened: bool) -> Format:
     following = regex(syntax.following) if syntax.following else text("")
     if opened:  # some models begin it again
         return sequence(optional(begin), ended, following)
-    return optional(sequence(begin, ended, following))
+    return optional(sequence(regex("\\n?"), begin, ended, following))  # GLM begins with a break

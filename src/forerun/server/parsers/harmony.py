@@ -70,6 +70,8 @@ class HarmonyParser(ToolParser):
         opening="to=functions.",
         begin=("", f" <|constrain|>json{MESSAGE}"),
         others=(
+            f" json{MESSAGE}",
+            f" code{MESSAGE}",  # gpt-oss calls JSON so, too
             f"{CHANNEL}commentary json{MESSAGE}",
             f"{CHANNEL}commentary <|constrain|>json{MESSAGE}",
         ),
