@@ -91,7 +91,7 @@ BODIES: list[tuple[str, Any, str]] = [
         "there are no tools",
     ),
     (COMPLETIONS, {"prompt": "x", "tools": [{}]}, "tools belong to"),
-    (RESPONSES, {"input": "x", "background": True, "store": False}, "does not go with store: false"),
+    (RESPONSES, {"input": "x", "background": True, "store": False}, "does not go with store"),
     (RESPONSES, {"input": [5]}, "input"),
     (RESPONSES, {"messages": ASKED}, "Unknown parameter 'messages'"),
     (GENERATE, {}, "either text or input_ids"),
