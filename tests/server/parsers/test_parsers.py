@@ -304,6 +304,11 @@ CASES: list[tuple[type[ToolParser], str, list[Event]]] = [
         [*events_of([("f", "{}"), ("f", '{"a": 1}')]), Text(";")],
     ),
     (Llama3Parser, '{"type": "function", "name": "f"}', events_of([("f", "{}")])),
+    (
+        Llama3Parser,
+        'x<|python_start|>{"name": "f", "parameters": {}}<|python_end|>y',
+        [Text("x"), *events_of([("f", "{}")]), Text("y")],
+    ),
     *(
         (Llama3Parser, text, [Text(text)])
         for text in (
