@@ -346,6 +346,12 @@ struct GroupScales {
         return halves ? load_floats(reinterpret_cast<const Float16*>(group) + i)
                       : load_floats(reinterpret_cast<const float*>(group) + i);
     }
+    // Those of the panel that is read after this one; `panels`: from it.
+    void prefetch(int64_t g, int64_t panels, int64_t groups) const {
+        const char* group = scales + (panels * groups + g) * stride;
+        __builtin_prefetch(group);
+        if (stride > 64) __builtin_prefetch(group + stride - 64);
+    }
     void read(int64_t g, int64_t lane, Vec& scale, Vec& least) const {
         const char* group = scales + g * stride;
         scale = at(group, lane);
@@ -361,11 +367,15 @@ __attribute__((always_inline)) inline void each_column(const Weight& w, int64_t 
     constexpr int CODES = 32 / BITS;
     const int64_t size = w.k / CODES * PANEL;
     const uint32_t* words = static_cast<const uint32_t*>(w.data) + panel * size;
-    for (int64_t g = 0; g < w.k / w.group; g++) {
+    const int64_t groups = w.k / w.group;
+    for (int64_t g = 0; g < groups; g++) {
         Vec scale[2 * PANELS], least[2 * PANELS];
         FORERUN_UNROLL
-        for (int j = 0; j < 2 * PANELS; j++)
-            GroupScales(w, panel + j / 2).read(g, j % 2 * LANES, scale[j], least[j]);
+        for (int j = 0; j < 2 * PANELS; j++) {
+            const GroupScales scales(w, panel + j / 2);
+            scales.read(g, j % 2 * LANES, scale[j], least[j]);
+            if (j % 2 == 0) scales.prefetch(g, PANELS, groups);
+        }
         for (int64_t k = g * w.group; k < (g + 1) * w.group; k += CODES) {
             BitVec word[2 * PANELS];
             FORERUN_UNROLL
@@ -396,7 +406,7 @@ struct Traits<GROUPED> {
         each<M, 2 * PANELS>([&](int m, int j) { sum[m][j] = Vec{}; });
         each_column<BITS, PANELS>(w, panel, [&](int64_t k, const Vec(&value)[2 * PANELS]) {
             constexpr int CODES = 32 / BITS;
-            if (M > 1 && k % CODES == 0) prefetch<PANELS>(ahead, k / CODES);
+            if (k % CODES == 0) prefetch<PANELS>(ahead, k / CODES);
             FORERUN_UNROLL
             for (int m = 0; m < M; m++) {
                 const Vec token = broadcast(x[m * tokens.stride + k]);
@@ -434,8 +444,10 @@ using Tile = void (*)(const Weight&, int64_t panel, const Tokens&, int64_t first
 // The tiles of M tokens: as many panels as the registers hold, and of a single one.
 template <int KIND, int M>
 struct Shape {
-    static constexpr int FREE = REGISTERS / (2 * M * Traits<KIND>::ACCUMULATORS);
-    static constexpr int MOST = KIND == GROUPED ? 2 : 4;  // scales and codes take registers too
+    // Codes, scales and leasts take registers, too.
+    static constexpr int MOST = KIND == GROUPED ? REGISTERS / 12 : 4;
+    static constexpr int FREE = (REGISTERS - (KIND == GROUPED ? 8 : 0)) /
+                                (2 * M * Traits<KIND>::ACCUMULATORS);
     static constexpr int PANELS = FREE >= MOST ? MOST : FREE >= 2 ? 2 : 1;
     static Tile several() { return &Traits<KIND>::template tile<M, PANELS>; }
     static Tile single() { return &Traits<KIND>::template tile<M, 1>; }
@@ -531,13 +543,14 @@ T* scratch(int64_t size) {
     return kept.data();
 }
 
-constexpr int64_t WIDENED_PANELS = 2;  // grouped, at once
+constexpr int64_t WIDENED_PANELS = 2;        // grouped, at once
+constexpr int DIRECT_TILES = REGISTERS / 12;  // that make float32 of codes, each for itself
 
-// `multiply` of a grouped weight. Panels that several tiles read become float32 once for all.
+// `multiply` of a grouped weight. Panels that more tiles read become float32 once for all.
 template <class Sink>
 void multiply_grouped(const Weight& w, const Tokens& tokens, int64_t first, int64_t count,
                       int64_t begin, int64_t end, int64_t share, Sink& sink) {
-    if (count <= MAX_TOKENS<GROUPED>)
+    if (count <= DIRECT_TILES * MAX_TOKENS<GROUPED>)
         return multiply<GROUPED>(w, tokens, first, count, begin, end, share, sink);
     float* wide = scratch<float, 8>(WIDENED_PANELS * w.k * PANEL);
     for (int64_t panel = begin; panel < end; panel += WIDENED_PANELS) {
