@@ -6,6 +6,7 @@ the name of a file are held by `examples/test_guide.py`, `console` blocks by `te
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -48,7 +49,8 @@ class Block:
     @property
     def lines(self) -> list[str]:
         """Of a block of commands: each whole, without comments."""
-        text = self.text.replace("\\\n", " ")
+        text = re.sub(r"<<'END'\n.*?\nEND$", "<<'END'", self.text, flags=re.DOTALL | re.MULTILINE)
+        text = text.replace("\\\n", " ")
         whole = re.sub(r"'\{\n.*?\}'", lambda m: m[0].replace("\n", " "), text, flags=re.DOTALL)
         return [line for line in whole.splitlines() if line.strip()]
 
@@ -76,6 +78,7 @@ LEFT_OUT = {
     "forerun bench http": "a minute; tests/server/test_bench_http.py",
     "forerun bench serving": "tests/bench/serving loads a server",
     "forerun serve": "the server that the blocks run with",
+    "requests.jsonl": "`test_a_batch_runs`, in a folder of its own",
 }
 COMMANDS = [
     line
@@ -147,3 +150,24 @@ def test_commands_run(line: str, request: pytest.FixtureRequest) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@needs_pair
+@pytest.mark.exhaustive
+def test_a_batch_runs(tmp_path: Path) -> None:
+    (block,) = (block for block in BLOCKS if "> requests.jsonl" in block.text)
+    done = subprocess.run(
+        block.text.replace("\nforerun ", f"\n{shlex.quote(sys.executable)} -m forerun "),
+        shell=True,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = (tmp_path / "results.jsonl").read_text(encoding="utf-8").splitlines()
+    results = {each["custom_id"]: each for each in map(json.loads, lines)}
+    assert set(results) == {"a", "b"}
+    assert all(each["error"] is None for each in results.values())
+    assert all(each["response"]["status_code"] == 200 for each in results.values())
