@@ -566,7 +566,9 @@ class PendingExperts(Pending):
     def _partials(self) -> Tensor:
         """[k, T, H], of this rank."""
         moe, x, logits = self._moe, self._x, self._logits
-        return by_blocks(moe.experts, len(x), lambda rows: moe.partials(x[rows], logits))
+        if logits is not None:  # of few tokens
+            return moe.partials(x, logits)
+        return by_blocks(moe.experts, len(x), lambda rows: moe.partials(x[rows]))
 
 
 def by_blocks(experts: Experts, tokens: int, partials: Callable[[slice], Tensor]) -> Tensor:

@@ -300,6 +300,24 @@ def _attend_segment(
 
 
 @jit
+def slots_along_path(
+    path, depth, start, first, table,
+    PAGE_SIZE: tl.constexpr, INT64_OFFSETS: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """KV slots [N] of the positions from `first` on, as a node of a tree sees them.
+
+    From `start` on these are its `depth` ancestors, which lead `path`, and itself; then it repeats.
+    """
+    step = first + tl.arange(0, BLOCK_N) - start
+    ancestor = tl.load(path + tl.minimum(tl.maximum(step, 0), depth))
+    stored = start + tl.where(step < 0, step, ancestor)
+    page = tl.load(table + stored // PAGE_SIZE)
+    if INT64_OFFSETS:
+        page = page.to(tl.int64)
+    return page * PAGE_SIZE + stored % PAGE_SIZE
+
+
+@jit
 def _attend_path(
     q, segment, row, token, node, depth, path, start, low, table, k_ptr, v_ptr, qk_scale,
     row_max, row_sum, acc,
@@ -315,13 +333,10 @@ def _attend_path(
     begin = tl.maximum(segment_begin(segment), tl.maximum(low, start) // BLOCK_N * BLOCK_N)
     end = tl.minimum(segment_begin(segment + 1), start + depth + 1)
     for first in tl.range(begin, end, BLOCK_N, num_stages=1):
-        step = first + tl.arange(0, BLOCK_N) - start
-        ancestor = tl.load(path + tl.minimum(tl.maximum(step, 0), depth))
-        stored = start + tl.where(step < 0, step, ancestor)
-        page = tl.load(table + stored // PAGE_SIZE)
-        if INT64_OFFSETS:
-            page = page.to(tl.int64)
-        offset = (page * PAGE_SIZE + stored % PAGE_SIZE) * ROW
+        slots = slots_along_path(
+            path, depth, start, first, table, PAGE_SIZE, INT64_OFFSETS, BLOCK_N
+        )
+        offset = slots * ROW
         k = load_kv(k_ptr, offset, d, DIM, BLOCK_D, FP8).to(q.dtype)
         v = load_kv(v_ptr, offset, d, DIM, BLOCK_D, FP8).to(q.dtype)
         row_max, row_sum, acc = _attend_block(

@@ -35,6 +35,7 @@ from forerun.kernels.attention.fixed_order import (
     oldest,
     segment_begin,
     segment_of,
+    slots_along_path,
 )
 from forerun.kernels.attention.mla_absorbed import PagedLatent
 from forerun.kernels.attention.tile_map import TileMap
@@ -202,15 +203,14 @@ def _latent_kernel(
     table = page_table + request.to(tl.int64) * page_table_stride
     first_node = first_row // HEADS
     end_node = tl.minimum((first_row + BLOCK_M - 1) // HEADS + 1, q_len)
-    full = start + first_node + 1  # every row sees the positions before it, but for a window
     high = start + end_node
     last = start + q_len - 1 if Q_LEN > 0 else high - 1  # that the folding kernel counts on
     if TREE:
-        full = start + 1
         high = start // BLOCK_N * BLOCK_N  # of the blocks that all nodes share
     low = start * 0  # the oldest position that a row of the tile attends to
     if WINDOW >= 0:
-        low = tl.minimum(tl.maximum(full - WINDOW, 0), start)
+        first_query = start if TREE else start + first_node
+        low = tl.minimum(tl.maximum(first_query + 1 - WINDOW, 0), start)
 
     m, d, r = first_row + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_L), tl.arange(0, BLOCK_R)
     row, head, inside = m // HEADS, m % HEADS, m < HEADS * q_len
@@ -256,15 +256,11 @@ def _latent_kernel(
                 path = paths_ptr + (first_token + node) * Q_LEN
                 end = tl.minimum(segment_begin(segment + 1), start + depth + 1)
                 for first in tl.range(begin, end, BLOCK_N, num_stages=1):
-                    step = first + tl.arange(0, BLOCK_N) - start
-                    ancestor = tl.load(path + tl.minimum(tl.maximum(step, 0), depth))
-                    stored = start + tl.where(step < 0, step, ancestor)
-                    page_of_each = tl.load(table + stored // PAGE_SIZE)
-                    if INT64_OFFSETS:
-                        page_of_each = page_of_each.to(tl.int64)
-                    at_each = (page_of_each * PAGE_SIZE + stored % PAGE_SIZE) * ROW
+                    slots = slots_along_path(
+                        path, depth, start, first, table, PAGE_SIZE, INT64_OFFSETS, BLOCK_N
+                    )  # fmt: skip
                     row_max, row_sum, acc = _attend_rows(
-                        q_latent, q_rope, pool, at_each, first, (row == node)[:, None],
+                        q_latent, q_rope, pool, slots * ROW, first, (row == node)[:, None],
                         start, token, qk_scale, row_max, row_sum, acc,
                         LATENT, ROPE, WINDOW, FP8, BLOCK_N, BLOCK_L, BLOCK_R,
                     )  # fmt: skip

@@ -20,7 +20,7 @@ from forerun.server.parsers.events import (
 )
 
 StreamEvent = dict[str, Any]  # with "type"
-SIGNATURE = "unsigned"  # of thinking; clients send it back, and nobody checks it
+SIGNATURE = "unsigned"  # of thinking; clients send it back, and it is not verified
 
 
 class ContentBlocks:

@@ -95,7 +95,7 @@ def _assistant(blocks: Iterable[Block]) -> dict[str, Any]:
                 text += more
             case {"type": "thinking", "thinking": str(more)}:
                 thought += more
-            case {"type": "redacted_thinking"}:  # another model's, which nobody can read
+            case {"type": "redacted_thinking"}:  # encrypted, by another server
                 pass
             case {
                 "type": "tool_use",

@@ -1,4 +1,4 @@
-"""Responses that run while nobody waits for them."""
+"""Responses that run in the background: no connection waits for their end."""
 
 from __future__ import annotations
 

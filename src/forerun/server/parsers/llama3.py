@@ -26,15 +26,6 @@ class Llama3Parser(ObjectCallParser):
         bare="{",
     )
 
-    def _beginning(self) -> Reading[str]:
-        yield from self._spaces()
-        held, self._raw = "".join(self._raw), []
-        if self._char != "{":  # without a tag only at the beginning
-            return held
-        self._raw = [held]
-        yield from self._guarded(self._calls())
-        return ""
-
     def _calls(self) -> Reading[None]:
         yield from self._spaces()
         yield from self._object()

@@ -61,15 +61,6 @@ class Llama4Parser(PythonCallParser):
         style=Style.PYTHON,
     )
 
-    def _beginning(self) -> Reading[str]:
-        yield from self._spaces()
-        held, self._raw = "".join(self._raw), []
-        if self._char != "[":  # without a mark only at the beginning
-            return held
-        self._raw = [held]
-        yield from self._guarded(self._calls())
-        return ""
-
     def _calls(self) -> Reading[None]:
         yield from self._word("[")
         word = ","

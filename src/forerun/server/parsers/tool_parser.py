@@ -48,13 +48,21 @@ class ToolParser(Scanner):
         """
 
     def _beginning(self) -> Reading[str]:
-        """Reads calls at the beginning of the text, if the format has such.
+        """Reads calls without a marker, which formats with `syntax.bare` have at the beginning.
 
         Returns:
             What was consumed and is not emitted yet.
         """
+        bare = self.syntax.bare
+        if not bare:
+            return ""
+        yield from self._spaces()
+        held, self._raw = "".join(self._raw), []
+        if self._char != bare:
+            return held
+        self._raw = [held]
+        yield from self._guarded(self._calls())
         return ""
-        yield
 
     def _read(self) -> Reading[None]:
         held = yield from self._beginning()

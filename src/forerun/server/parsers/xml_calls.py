@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from forerun.server.parsers.argument_values import (
@@ -170,15 +170,7 @@ class GlmParser(XmlCallParser):
 class Glm45Parser(GlmParser):
     """GLM 4.5 and 4.6."""
 
-    syntax = CallSyntax(
-        opening="<tool_call>",
-        begin=("", "\n"),
-        end="",
-        closing="</tool_call>",
-        separator="\n",
-        one_each=True,
-        style=Style.GLM_XML,
-    )
+    syntax = replace(GlmParser.syntax, begin=("", "\n"), separator="\n")
 
 
 class MiniMaxM2Parser(XmlCallParser):
