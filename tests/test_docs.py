@@ -53,7 +53,7 @@ def test_what_is_read_first_is_short() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_lines_have_at_most_100_columns(page: Path) -> None:
     """Tables, pictures and code apart; support.md is generated, and dated files stay."""
-    if page.name in ("CHANGELOG.md", "support.md") or "results" in page.parts:
+    if page.name == "support.md" or "results" in page.parts:
         return
     text = FENCE.sub("", page.read_text(encoding="utf-8"))
     whole = re.compile(r" {4}| *[|<]| *!\[")
@@ -127,3 +127,17 @@ def test_links_lead_somewhere(page: Path) -> None:
         target = (page.parent / path) if path else page
         assert target.exists(), link
         assert not anchor or anchor in anchors(target), link
+
+
+def test_the_changelog_has_the_form_that_it_names() -> None:
+    """Releases newest first, each with a date and the sections of Keep a Changelog."""
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    first, *releases = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    assert first == "Unreleased"
+    assert all(re.fullmatch(r"\d+\.\d+\.\d+ - \d{4}-\d\d-\d\d", each) for each in releases)
+    versions = [tuple(map(int, each.split(" ")[0].split("."))) for each in releases]
+    assert versions == sorted(set(versions), reverse=True)
+    kinds = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+    for section in text.split("\n## ")[1:]:
+        heads = re.findall(r"^### (.*)$", section, re.MULTILINE)
+        assert set(heads) <= kinds and len(heads) == len(set(heads))
