@@ -105,8 +105,8 @@ def follows(request: Request) -> list[int]:
 
 @cache
 def reference() -> list[list[int]]:
-    """Plain decoding, one request at a time."""
-    with bundled_llm(disable_radix_cache=True) as llm:
+    """Plain decoding on the CPU, one request at a time."""
+    with bundled_llm(disable_radix_cache=True, device="cpu") as llm:
         outputs = [run(llm, which=range(i, i + 1))[0] for i in range(len(KINDS))]
     assert sum(output[-1] in EOS for output in outputs) >= 5
     for kind, output in zip(KINDS, outputs, strict=True):

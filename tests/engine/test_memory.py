@@ -85,13 +85,31 @@ def test_graphs_of_shapes_in_between_take_as_much_as_those_of_the_smallest(
     buckets: list[int], pieces: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of decode steps (two graphs per batch size) and of prefills in pieces."""
-    free = 1000
+    assert graph_bytes(buckets, [0], monkeypatch) == (120 + 3 * 9) + pieces
+
+
+@pytest.mark.parametrize(
+    ("others", "estimates"), [([0], 1), ([90], 1), ([500, 0], 2), ([500, 90, 0], 2), (3 * [500], 3)]
+)
+def test_memory_of_other_processes_is_not_that_of_graphs(
+    others: list[int], estimates: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`others`: what another process allocates during each estimate; above 1,000 is unusual."""
+    left = list(others)
+    assert graph_bytes([], left, monkeypatch) == (120 + 3 * 9) + 3 * others[estimates - 1]
+    assert len(others) - len(left) == estimates
+
+
+def graph_bytes(buckets: list[int], others: list[int], monkeypatch: pytest.MonkeyPatch) -> int:
+    """The estimate, while another process allocates `others` bytes beside a smallest graph."""
+    free = 100_000
     monkeypatch.setattr(memory, "_free", lambda device: free)
+    monkeypatch.setattr(memory, "memory", lambda device: (free, 16_000))
 
     def capture(report: Any, sizes: list[int], some: list[int]) -> None:
         nonlocal free
         assert sizes == [1, 8] and some == sorted({*buckets[:1], *buckets[-1:]})
-        costs = [100, 20, 5, 4]  # batch size 8, batch size 1
+        costs = [100, 20, 5, 4 + others.pop(0)]  # batch size 8, batch size 1
         for cost in (*costs, *[30, 3][: len(some)]):
             report("")
             free -= cost
@@ -102,8 +120,7 @@ def test_graphs_of_shapes_in_between_take_as_much_as_those_of_the_smallest(
         capture=capture,
         clear=lambda: None,
     )
-    got = memory._graph_bytes(graphs, torch.device("cuda"))  # type: ignore[arg-type]
-    assert got == (120 + 3 * 9) + pieces
+    return memory._graph_bytes(graphs, torch.device("cuda"))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,8 @@ MAX_CPU_KV_BYTES = 4 << 30  # main memory is shared with other processes
 SNAPSHOTS_PER_SLOT = 4
 SNAPSHOT_RATIO = 0.1  # of memory for snapshots of recurrent states to that for K/V, at most
 RESERVED_BYTES = 256 << 20  # for fragmentation and later allocations of the driver
+GRAPH_ESTIMATES = 3  # at most, of which the smallest counts
+USUAL_GRAPH_SHARE = 1 / 16  # of a GPU's memory that all captured steps take, at most, as a rule
 GIB = 2**30
 # Prompt lengths below the largest that use other kernels, or more memory.
 SHORT_PROMPTS = (1, 8, 16, 32, 64, 128, LARGE_M - 1)
@@ -281,7 +283,22 @@ def _chunks(limits: Limits, slot: int, tokens: int) -> list[PrefillChunk]:
 
 
 def _graph_bytes(graphs: CudaGraphSteps, device: torch.device) -> int:
-    """Estimates the memory of all graphs from those of the largest and of the smallest shapes.
+    """Estimates the memory of all graphs, in bytes.
+
+    What another process of the GPU allocates meanwhile, an engine that starts too for example,
+    looks like memory of a graph. So an unusual estimate is made again, and the smallest counts.
+    """
+    usual = memory(device)[1] * USUAL_GRAPH_SHARE
+    estimate = _estimate_graph_bytes(graphs, device)
+    for _ in range(GRAPH_ESTIMATES - 1):
+        if estimate <= usual:
+            break
+        estimate = min(estimate, _estimate_graph_bytes(graphs, device))
+    return estimate
+
+
+def _estimate_graph_bytes(graphs: CudaGraphSteps, device: torch.device) -> int:
+    """Extrapolates from the graphs of the largest and of the smallest shapes.
 
     The largest are captured first and allocate the shared pool; the graphs of any other batch size
     or bucket of tokens add about as much as those of the smallest.

@@ -188,6 +188,13 @@ struct Producer {
         load_q();
       }
     }
+    if (CLUSTER_SIZE > 1) wait_for_releases(i & 1);
+  }
+
+  // No CTA exits while the other may still arrive at its barriers: it waits until both have released
+  // every buffer for the last time.
+  __device__ void wait_for_releases(int phase) const {
+    for (int i = 0; i < 4; i++) mbarrier_wait(smem.empty(i / 2, i % 2), phase ^ 1);
   }
 };
 
@@ -585,5 +592,4 @@ mla_sm90_kernel(const __grid_constant__ TmaDescriptor q_descriptor,
     if (warp < 8) Consumer<0>{args, smem, work}.run();
     else Consumer<1>{args, smem, work}.run();
   }
-  if (CLUSTER_SIZE > 1) cluster_sync<CLUSTER_SIZE>();  // the other CTA may still write into this one
 }

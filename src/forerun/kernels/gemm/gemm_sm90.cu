@@ -129,6 +129,11 @@ __device__ void produce_w(const TmaDescriptor& descriptor, const SmemPipeline& p
                             row + matrix * N, full, cache_policy);
     }
   }
+  // No CTA exits while others may still arrive at its barriers: it waits until all have released
+  // each stage for the last time. Stages that were never filled count as released.
+  if (CLUSTER_M > 1)
+    for (int i = 0; i < NUM_STAGES; i++, state.advance())
+      mbarrier_wait(pipeline.empty(state.stage), state.phase ^ 1);
 }
 
 __device__ void produce_x(const TmaDescriptor& descriptor, const SmemPipeline& pipeline,
@@ -409,6 +414,4 @@ gemm_sm90_kernel(const __grid_constant__ TmaDescriptor x_descriptor,
     consume(pipeline, scheduler, args, warp / 4 - 1, inv_rms_ready, inv_rms,
             staging + (warp - 4) * STAGING_FLOATS);
   }
-  // No CTA exits while others may still arrive at its barriers.
-  if (CLUSTER_M > 1) cluster_sync<CLUSTER_M>();
 }

@@ -79,7 +79,8 @@ __device__ inline void named_barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Execution only: arrive.relaxed does not order the threads' global writes.
+// For the start of a kernel, after mbarrier_init_fence. Execution only: arrive.relaxed orders neither
+// global writes nor arrivals at the mbarriers of other CTAs, so it does not serve at a kernel's end.
 template <int CTAS>
 __device__ void cluster_sync() {
   if (CTAS > 1)
