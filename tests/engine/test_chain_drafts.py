@@ -23,6 +23,7 @@ from tests.engine.test_matrix import hold
 from tests.golden_engine import CASES, GOLDEN, golden_llm, poison_on_release
 from tests.models.eagle3_oracle import Oracle as Eagle3Oracle
 from tests.models.nextn_oracle import Oracle as NextNOracle
+from tests.ragged import SETTINGS, divide_at_random
 
 TARGET = GOLDEN / "target"
 NAMES = ["EAGLE3", "NEXTN", "STANDALONE"]
@@ -207,6 +208,18 @@ def test_output_equals_plain_decoding(
     name: str, cell: tuple[int, int, int, bool], drafts: dict[str, Path]
 ) -> None:
     hold_draft(name, cell, drafts)
+
+
+@pytest.mark.parametrize(("name", "cell"), [*zip((*NAMES, *JOINED), CELLS, strict=True)])
+def test_output_of_ragged_passes(
+    name: str,
+    cell: tuple[int, int, int, bool],
+    drafts: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    division = divide_at_random(monkeypatch)
+    hold_draft(name, cell, drafts, **SETTINGS)
+    assert any(len(set(widths)) > 1 for widths in division.seen)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -16,6 +16,7 @@ from tests.engine.test_matrix import GREEDY, SEEDED, generate, params
 from tests.golden_engine import poison_on_release
 from tests.models.test_dflash import VOCAB, ZLAB, random_weights
 from tests.models.test_nextn import checkpoint
+from tests.ragged import SETTINGS, divide_at_random
 from tests.toy_algorithms import Oracle, register_toys
 
 NAME = "deepseek-v3"
@@ -94,6 +95,14 @@ def test_output_equals_plain_decoding(
 ) -> None:
     settings = {"page_size": page_size, "chunked_prefill_size": chunk}
     hold(algorithm, tight, monkeypatch, overlap_depth=overlap_depth, **settings)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS[1:])
+def test_output_of_ragged_passes(algorithm: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    division = divide_at_random(monkeypatch)
+    settings = {"page_size": 16, "chunked_prefill_size": 4, **SETTINGS}
+    hold(algorithm, True, monkeypatch, overlap_depth=1, **settings)
+    assert any(len(set(widths)) > 1 for widths in division.seen)
 
 
 @pytest.mark.gpu

@@ -30,6 +30,7 @@ from tests.golden_engine import poison_on_release
 from tests.models.support import FAMILIES, random_hf, save
 from tests.models.test_dflash import ZLAB, random_weights
 from tests.models.test_transformers_model import OTHERS
+from tests.ragged import SETTINGS, divide_at_random
 
 LAYERS = 5  # drafts read layers up to the fourth
 SLIDING = {"layer_types": [*["sliding_attention", "full_attention"] * 2, "sliding_attention"]}
@@ -137,7 +138,23 @@ def test_output_equals_plain_decoding(
     settings: dict[str, Any] = {"page_size": page_size, "chunked_prefill_size": chunk}
     if tight:
         settings["max_total_tokens"] = 128
-    with family_llm(root, kind, algorithm, overlap_depth=overlap_depth, **settings) as llm:
+    hold(root, kind, algorithm, tight, overlap_depth=overlap_depth, **settings)
+
+
+@pytest.mark.parametrize(
+    ("kind", "algorithm"), [("gemma2", "DFLASH"), ("gemma4", "NGRAM"), ("gpt-oss", "DDTREE")]
+)
+def test_output_of_ragged_passes(
+    root: Path, kind: str, algorithm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    division = divide_at_random(monkeypatch)
+    hold(root, kind, algorithm, True, page_size=16, max_total_tokens=128, **SETTINGS)
+    assert any(len(set(widths)) > 1 for widths in division.seen)
+
+
+def hold(root: Path, kind: str, algorithm: str | None, tight: bool, **settings: Any) -> None:
+    """One cell of the matrix."""
+    with family_llm(root, kind, algorithm, **settings) as llm:
         preempted = 0
         for sampled, chosen in enumerate((GREEDY, SEEDED)):
             kinds = [params(chosen, i) for i in range(len(prompts()))]

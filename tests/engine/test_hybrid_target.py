@@ -21,6 +21,7 @@ from tests.engine.test_moe_target import SIZES, VOCAB, prompts
 from tests.golden_engine import poison_on_release
 from tests.models.support import FAMILIES, random_hf, save
 from tests.models.test_dflash import ZLAB, random_weights
+from tests.ragged import SETTINGS, divide_at_random
 from tests.support_cells import passed
 from tests.toy_algorithms import Oracle, register_toys
 
@@ -129,6 +130,23 @@ def test_output_equals_plain_decoding(
 ) -> None:
     settings = {"page_size": page_size, "chunked_prefill_size": chunk, **own}
     hold(kind, algorithm, tight, monkeypatch, overlap_depth=overlap_depth, **settings)
+
+
+@pytest.mark.covering(0, 2)
+@pytest.mark.parametrize("tight", [False, True], ids=["roomy", "tight"])
+@pytest.mark.parametrize(("algorithm", "own"), CELLS[1:], ids=IDS[1:])
+@pytest.mark.parametrize("kind", KINDS)
+def test_output_of_ragged_passes(
+    kind: str,
+    algorithm: str | None,
+    own: dict[str, Any],
+    tight: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    division = divide_at_random(monkeypatch)
+    settings = {"page_size": 16, "overlap_depth": int(not tight), **SETTINGS, **own}
+    hold(kind, algorithm, tight, monkeypatch, **settings)
+    assert any(len(set(widths)) > 1 for widths in division.seen)
 
 
 def hold(

@@ -25,6 +25,7 @@ from forerun.kvcache.layouts import ModelLayout
 from tests.engine.test_matrix import GREEDY, SEEDED, hold, params, prompts
 from tests.engine_runs import hold_prompt_logprobs
 from tests.golden_engine import CASES, GOLDEN, golden_llm
+from tests.ragged import SETTINGS, divide_at_random
 from tests.toy_backends import NAME, registered
 
 WINDOW = 24
@@ -88,6 +89,13 @@ def test_output_equals_plain_decoding(
     if tight:  # and no more window pages than one request needs
         monkeypatch.setattr(memory, "_wanted_window_pages", lambda demand: demand.min_window_pages)
     hold(algorithm, page_size, chunk, overlap_depth, tight, **windowed(models, algorithm))
+
+
+@pytest.mark.parametrize("models", ["target", "draft", "target draft"])
+def test_output_of_ragged_passes(models: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    division = divide_at_random(monkeypatch)
+    hold("DFLASH", 1, 4, 1, True, **windowed(models, "DFLASH"), **SETTINGS)
+    assert any(len(set(widths)) > 1 for widths in division.seen)
 
 
 @pytest.mark.parametrize("models", ["target", "draft", "target draft"])

@@ -6,6 +6,7 @@ from forerun.kernels.speculation import (
     best_first,
     host_results,
     prompt_lookup,
+    ragged,
     ring_buffer,
     suffix,
     tree,
@@ -27,6 +28,20 @@ CASES = [
             wide=False,
         )
         for depth in (False, True)
+    ),
+    *(
+        Case(
+            f"rows of a ragged pass, {batch} x {width}",
+            ragged._pack_tokens,
+            dict.fromkeys(("widths", "positions", "first_out", "packed_positions"), "*i32")
+            | dict.fromkeys(("ids", "candidates", "kv_slots", "places", "rows"), "*i64")
+            | dict.fromkeys(("packed_ids", "packed_kv_slots"), "*i64")
+            | {"num_rows": "i32"},
+            {"BATCH": batch, "NUM_TOKENS": width, "BATCH_BLOCK": batch, "BLOCK": width},
+            options={"num_warps": 1},
+            wide=False,
+        )
+        for batch, width in ((1, 8), (256, 16))
     ),
     *(
         Case(

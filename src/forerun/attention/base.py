@@ -38,6 +38,7 @@ from forerun.core.errors import InternalError
 from forerun.kernels.elementwise.latent_norm_rope import LatentNorm
 from forerun.kernels.elementwise.qk_norm_rope import HeadNorms
 from forerun.kernels.linear_attention.chunks import PromptChunks
+from forerun.kernels.speculation.ragged import RaggedRows
 from forerun.kvcache.pages import NULL_PAGE
 from forerun.kvcache.pools import ModelPools
 from forerun.platform.device import upload
@@ -90,14 +91,17 @@ class AttentionBatch:
     page_table: Tensor  # [B, pages] int32, device: page ids of each request
     start: Tensor  # [B] int32, device: position of the first token
     kv_len_ub: int  # host: upper bound of start + tokens over the batch
-    q_len: int | None = None  # tokens of every request
+    q_len: int | None = None  # tokens of every request, or at most (`rows`)
     # [B, q_len, words] int64, device: bit j of token i says whether it sees token j. Causal layers
     # then see the context and these tokens, and not all before them.
     tree: Tensor | None = None
     # [B, q_len] int64, device: with `tree`, each token's parent, -1 for the root; for recurrent
     # layers.
     parents: Tensor | None = None
-    kv_slots: Tensor | None = None  # [B * q_len] int64, device: where these are known already
+    kv_slots: Tensor | None = None  # [T] int64, device: where these are known already
+    # device, with `q_len`: the tokens are packed row by row, and `q_len` is the most that a request
+    # has. For backends that declare `ragged_steps`.
+    rows: RaggedRows | None = None
     ragged: tuple[tuple[int, int], ...] | None = None  # host: (start, tokens) per request, exact
     slots: Tensor | None = None  # [B] int64, device: request slots, for recurrent layers
     # host, prefill: page ids of each request, where a backend declares `host_page_table`
@@ -456,7 +460,7 @@ class AttentionContext:
         assert batch.slots is not None
         prompts = None if batch.ragged is None else self._prompts
         state = self.backend.pools.state(layer)
-        return RecurrentContext(batch.slots, batch.q_len, prompts, state, batch.parents)
+        return RecurrentContext(batch.slots, batch.q_len, prompts, state, batch.parents, batch.rows)
 
     @cached_property
     def _prompts(self) -> PromptChunks:
@@ -472,5 +476,10 @@ class AttentionContext:
         rope: RopeInput,
         num_committed: Tensor | None = None,
     ) -> None:
-        """K/V of every layer at once; see `AttentionBackend.rope_write_layers`."""
+        """K/V of every layer at once; see `AttentionBackend.rope_write_layers`.
+
+        Of packed tokens all K/V is written: kernels find a token's request by its index.
+        """
+        if self.batch.rows is not None:
+            num_committed = None
         self.backend.rope_write_layers(self.plan, kv, norm_rope, rope, num_committed)

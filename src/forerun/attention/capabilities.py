@@ -33,7 +33,8 @@ class LayerMask:
 class Phase(Enum):
     """Which forwards a backend serves.
 
-    All but PREFILL have the same number of tokens for every request (`AttentionBatch.q_len`).
+    All but PREFILL have the same number of tokens for every request, or at most so many
+    (`AttentionBatch.q_len`).
     """
 
     PREFILL = "prefill"  # ragged chunks of prompts
@@ -80,6 +81,7 @@ class AttentionNeed:
     logit_softcap: bool = False  # cap · tanh(score / cap)
     arch: str | None = None  # of the GPU: "sm_90", "gfx942"; None: a CPU, or not known
     fixed_order: bool = False  # a token's result may depend on the tokens before it alone
+    ragged_steps: bool = False  # decode steps may come packed (`AttentionBatch.rows`)
     page_sizes: frozenset[int] | None = None  # one of these will be used; None: any
 
 
@@ -106,6 +108,7 @@ class Capabilities:
     sinks: bool = False
     logit_softcap: bool = False
     fixed_order: bool = False  # one order of sums, whatever the batch, chunk, pages and width
+    ragged_steps: bool = False  # with `AttentionBatch.rows`, requests differ in their tokens
     host_lengths: HostLengths = HostLengths.NONE
     host_page_table: bool = False  # it also wants page ids on the host
 
@@ -164,6 +167,10 @@ class Capabilities:
             (
                 need.fixed_order and not self.fixed_order,
                 "its sums depend on the batch (enable_deterministic_inference)",
+            ),
+            (
+                need.ragged_steps and not self.ragged_steps,
+                "it takes as many tokens of every request (speculative_ragged_verify)",
             ),
             (
                 not need.uniform and not self.mixed_layouts,

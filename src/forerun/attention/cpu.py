@@ -62,6 +62,7 @@ class CpuAttention(PagedBackend):
         sinks=True,
         logit_softcap=True,
         fixed_order=True,
+        ragged_steps=True,
     )
 
     @classmethod
@@ -90,7 +91,8 @@ class CpuAttention(PagedBackend):
     def plan(self, batch: AttentionBatch, buffers: Buffers | None = None) -> CpuPlan:
         page = self.pools.page_size
         if batch.q_len is not None:
-            tokens = QueryTokens(batch.q_len, tree=batch.tree)
+            first = None if batch.rows is None else batch.rows.first.long()
+            tokens = QueryTokens(batch.q_len, first, batch.tree)
             return CpuPlan(batch, step_kv_slots(batch, page), tokens)
         kv_slots, first = chunk_kv_slots(batch, page)
         return CpuPlan(batch, kv_slots, QueryTokens(first=first.long()))

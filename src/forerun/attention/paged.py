@@ -41,12 +41,15 @@ LATENT_ROW = (512, 64)  # Dl, Dr: what the MLA kernels of libraries are compiled
 
 
 def step_kv_slots(batch: AttentionBatch, page_size: int) -> Tensor:
-    """Returns the KV slots of a batch with `q_len`, [B * q_len] int64."""
+    """Returns the KV slots of a batch with `q_len`, [T] int64."""
     if batch.kv_slots is not None:
         return batch.kv_slots
     assert batch.q_len is not None
-    total = batch.start.shape[0] * batch.q_len
-    return compute_kv_slots(batch.page_table, batch.start, None, batch.q_len, total, page_size)
+    table, start, rows = batch.page_table, batch.start, batch.rows
+    first, total = None, start.shape[0] * batch.q_len
+    if rows is not None:
+        first, total = rows.first, rows.count
+    return compute_kv_slots(table, start, first, batch.q_len, total, page_size)
 
 
 def chunk_kv_slots(batch: AttentionBatch, page_size: int) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from forerun.kernels.linear_attention.chunks import PromptChunks
+from forerun.kernels.speculation.ragged import RaggedRows
 from forerun.kvcache.pools import LayerState
 
 
@@ -32,6 +33,17 @@ class RecurrentContext:
     prompts: PromptChunks | None  # those of chunks of prompts
     layer: LayerState
     parents: Tensor | None = None  # [B, q_len] int64 of a tree: indices of earlier tokens, or -1
+    rows: RaggedRows | None = None  # with `q_len`: the forward's tokens are packed row by row
+
+    def by_request(self, x: Tensor) -> Tensor:
+        """[T, ...] -> [B * q_len, ...] of a pass with `q_len`; what is past a request's tokens is
+        never committed. Of chunks of prompts: x itself.
+        """
+        return x if self.rows is None else self.rows.unpack(x)
+
+    def by_token(self, x: Tensor) -> Tensor:
+        """The way back: [B * q_len, ...] -> [T, ...]."""
+        return x if self.rows is None else self.rows.pack(x)
 
     @property
     def num_pending(self) -> Tensor:

@@ -23,6 +23,7 @@ from forerun.attention.capabilities import Capabilities, LayerMask, Mask
 from forerun.kernels.attention.mla_write import write_latent_ref
 from forerun.kernels.attention.paged_kv import write_kv_ref
 from forerun.kernels.runtime.fp8 import as_bits
+from forerun.kernels.speculation.ragged import RaggedRows
 from forerun.kernels.speculation.tree import unpack_bits
 from forerun.kvcache.layouts import LatentKV
 
@@ -37,6 +38,7 @@ class _Segment:
     start: Tensor  # [B, 1] int64
     pages: Tensor  # [B * n] page ids to gather
     tree: Tensor | None = None  # [B, W, words] int64, of AttentionBatch
+    rows: RaggedRows | None = None  # its tokens are packed
     masks: dict[LayerMask, Tensor] = field(default_factory=dict)  # [B, 1, group * W, n * P]
 
 
@@ -50,7 +52,12 @@ class TorchNative(AttentionBackend):
     name = "torch_native"
     # Not for graphs: it gathers as many pages as the host bounds, which a graph would freeze.
     capabilities = Capabilities(
-        graph=False, mla=True, mixed_layouts=True, sinks=True, logit_softcap=True
+        graph=False,
+        mla=True,
+        mixed_layouts=True,
+        sinks=True,
+        logit_softcap=True,
+        ragged_steps=True,
     )
 
     def plan(self, batch: AttentionBatch, buffers: Buffers | None = None) -> NativePlan:
@@ -62,8 +69,10 @@ class TorchNative(AttentionBackend):
             used = -(-batch.kv_len_ub // page)
             table = batch.page_table[:, :used]
             pages = batch.page_table.gather(1, positions // page).long()
-            segment = _Segment(0, size, batch.q_len, start, table.reshape(-1), batch.tree)
-            return NativePlan((pages * page + positions % page).reshape(-1), [segment])
+            rows, pages_of = batch.rows, table.reshape(-1)
+            segment = _Segment(0, size, batch.q_len, start, pages_of, batch.tree, rows)
+            of_places = (pages * page + positions % page).reshape(-1)
+            return NativePlan(of_places if rows is None else rows.pack(of_places), [segment])
         assert batch.ragged is not None
         kv_slots, segments, first = [], [], 0
         for i, (begin, count) in enumerate(batch.ragged):
@@ -90,7 +99,7 @@ class TorchNative(AttentionBackend):
         parts = []
         for seg in plan.segments:
             k, v = _gather(k_pool, seg, q.dtype), _gather(v_pool, seg, q.dtype)
-            parts.append(_attend(seg, spec, _of(seg, q), k, v))
+            parts.append(_packed(seg, _attend(seg, spec, _of(seg, q), k, v)))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def attend_latent(self, plan: Plan, layer: int, spec: AttentionSpec, q: Tensor) -> Tensor:
@@ -101,14 +110,21 @@ class TorchNative(AttentionBackend):
         parts = []
         for seg in plan.segments:
             k = _gather(pool, seg, q.dtype)  # [B, 1, L, Dl + Dr]
-            parts.append(_attend(seg, spec, _of(seg, q), k, k[..., : kind.latent_dim]))
+            out = _attend(seg, spec, _of(seg, q), k, k[..., : kind.latent_dim])
+            parts.append(_packed(seg, out))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _of(seg: _Segment, q: Tensor) -> Tensor:
-    """The segment's part of q [T, Hq, D]."""
+    """The segment's part of q [T, Hq, D], W tokens of each request."""
+    if seg.rows is not None:
+        return seg.rows.unpack(q)
     count = seg.batch * seg.q_len
     return q if count == q.shape[0] else q[seg.first : seg.first + count]
+
+
+def _packed(seg: _Segment, out: Tensor) -> Tensor:
+    return out if seg.rows is None else seg.rows.pack(out)
 
 
 def _gather(pool: Tensor, seg: _Segment, dtype: torch.dtype) -> Tensor:

@@ -229,6 +229,11 @@ class EngineConfig:
     speculative_adaptive: bool = _setting(
         True, "Choose the number of verified tokens per step by expected throughput"
     )
+    speculative_ragged_verify: bool = _setting(
+        False,
+        "Divide the tokens that a step verifies among its requests by what their drafts promise,"
+        " instead of as many for each; needs speculative_adaptive",
+    )
     speculative_fallback: bool = _setting(
         False, "Continue with plain decoding if the algorithm fails, instead of aborting requests"
     )

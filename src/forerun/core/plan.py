@@ -27,6 +27,16 @@ class Limits:
     overlap_depth: int  # steps that may be in flight when the next one is scheduled
     max_pending_observe: int = 0  # plain steps per request whose observe may be deferred
     window: int = 0  # K/V positions that windowed pools keep behind a token; 0: no such pools
+    ragged: bool = False  # the tokens of a verify pass are divided among its requests on the device
+
+    def verify_shape(self, requests: int, width: int) -> tuple[int, int]:
+        """W and N of a step that verifies `width` tokens of each request, in the mean.
+
+        N is 0 where every request has W. A ragged pass is one between plain and full width.
+        """
+        if self.ragged and 1 < width < self.max_verify_tokens:
+            return self.max_verify_tokens, requests * width
+        return width, 0
 
     def pages(self, tokens: int) -> int:
         """Pages needed for this many tokens."""
@@ -195,10 +205,17 @@ class StepPlan:
     window_writes: list[PageWrite] = field(default_factory=list)  # in the table of window pages
     deferred: list[DeferredCount] = field(default_factory=list)
     decode: list[DecodeRequest] = field(default_factory=list)
-    num_verify_tokens: int = 1  # W of this step: tokens verified for each request of `decode`
+    # W of this step: tokens verified for each request of `decode`, or at most (`num_rows`)
+    num_verify_tokens: int = 1
+    num_rows: int = 0  # N: tokens verified for all of them; 0: W for each
     tracked: list[TrackedState] = field(default_factory=list)  # of requests of `decode`
     prefill: list[PrefillChunk] = field(default_factory=list)
     save_snapshots: list[SnapshotCopy] = field(default_factory=list)  # after chunks of `prefill`
+
+    @property
+    def mean_width(self) -> int:
+        """Tokens verified per request of `decode`, rounded down."""
+        return self.num_rows // len(self.decode) if self.num_rows else self.num_verify_tokens
 
 
 GRAMMAR_ERROR = "grammar"  # the `err_type` of what the request's own grammar causes
@@ -249,3 +266,10 @@ class StepResult:
     warning: str | None = None  # what the first steps have shown, told once
     # Per request, the drafts of a tree that were accepted: their nodes, ascending. Empty: chains.
     decode_nodes: list[list[int]] = field(default_factory=list)
+    # Per request, how many tokens were verified. Empty: `StepPlan.num_verify_tokens` of each.
+    decode_widths: list[int] = field(default_factory=list)
+
+    def drafts_of(self, plan: StepPlan) -> list[int]:
+        """Drafts verified for each request of `decode`."""
+        widths = self.decode_widths or [plan.num_verify_tokens] * len(plan.decode)
+        return [width - 1 for width in widths]

@@ -222,7 +222,7 @@ class Engine:
         self._metrics.completed(done, step.idle)
         if plan.decode and not plan.prefill:
             self.scheduler.widths.record_step_time(
-                len(plan.decode), plan.num_verify_tokens, result.seconds
+                len(plan.decode), plan.mean_width, result.seconds
             )
         if self._tracing is not None:
             self._tracing.record(done, step.launched, now)

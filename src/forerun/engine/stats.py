@@ -56,13 +56,16 @@ class SpecStats:
         self.confidences = done.result.confidences or self.confidences
         self.num_steps += bool(plan.decode)
         held = [planned.slot in done.result.held for planned in plan.decode]
-        entries = zip(done.step.decode, done.result.decode, done.live_decode, held, strict=True)
-        for request, tokens, live, left in entries:
+        verified = done.result.drafts_of(plan)
+        entries = zip(
+            done.step.decode, done.result.decode, done.live_decode, held, verified, strict=True
+        )
+        for request, tokens, live, left, count in entries:
             if not live or (left and not tokens):
                 continue
             self.num_request_steps += 1
             self.num_tokens += len(tokens)
-            num_drafts = request.params.draft_limit(plan.num_verify_tokens - 1)
+            num_drafts = request.params.draft_limit(count)
             if num_drafts:
                 self.num_drafts += 1
                 self.num_draft_tokens += num_drafts

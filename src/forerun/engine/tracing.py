@@ -119,15 +119,16 @@ class Tracing:
         if times is None:  # no phase times: host times of the whole step
             times = (self._at(launched), self._at(launched), self._at(now), self._at(now))
         begin, proposed, verified, committed = times
-        common = {"width": plan.num_verify_tokens, "batch_size": len(plan.decode)}
-        for request in done.step.decode:
+        common = {"batch_size": len(plan.decode)}
+        for request, count in zip(done.step.decode, done.result.drafts_of(plan), strict=True):
             known = self._open.get(request.rid)
             if known is None or request.verify_ct == known.steps:  # it ended before this step
                 continue
             known.steps = request.verify_ct
-            drafted = request.params.draft_limit(plan.num_verify_tokens - 1)
+            drafted = request.params.draft_limit(count)
             counts = {"drafted_tokens": drafted, "accepted_tokens": request.correct_drafts[-1]}
-            attributes = {**common, **counts, "new_tokens": request.accept_lengths[-1]}
+            widths = {"width": 1 + count, "new_tokens": request.accept_lengths[-1]}
+            attributes = {**common, **counts, **widths}
             if drafted:
                 self._span(known, "spec_draft", begin, proposed, attributes)
                 self._span(known, "spec_verify", proposed, verified, attributes)

@@ -124,13 +124,16 @@ def model_needs(
     )
     trees = _tree_masks(masks) if caps.makes_trees else frozenset()
     phases = (Phase.PREFILL, Phase.DECODE, *([Phase.VERIFY] if caps.num_drafts else []))
-    models = [ModelNeed(TARGET, layout, need, phases, trees)]
+    ragged = config.speculative_ragged_verify
+    verify = Phase.VERIFY if ragged else None
+    models = [ModelNeed(TARGET, layout, need, phases, trees, verify)]
     if caps.draft_kv is not None:
         draft = _need(caps.draft_kv, caps.draft_heads, caps.draft_attention, where)
         kept = where.draft_kv_dtype or where.kv_dtype
         draft = replace(draft, sinks=caps.draft_sinks, kv_dtype=kept)
         trees = _tree_masks(caps.draft_attention) if caps.draft_trees else frozenset()
-        models.append(ModelNeed(DRAFT, caps.draft_kv, draft, tuple(Phase), trees))
+        extend = Phase.EXTEND if ragged and caps.observes_packed else None
+        models.append(ModelNeed(DRAFT, caps.draft_kv, draft, tuple(Phase), trees, extend))
     if caps.reads_target_kv:  # it keeps nothing
         draft = _need(layout, caps.draft_heads, caps.draft_attention, where)
         models.append(ModelNeed(DRAFT, ModelLayout(()), draft, (Phase.PREFILL, Phase.DECODE)))
@@ -162,11 +165,12 @@ class ModelNeed:
     need: AttentionNeed  # of decode steps
     phases: tuple[Phase, ...]
     trees: frozenset[LayerMask] = frozenset()  # masks of verification besides
+    ragged: Phase | None = None  # the phase whose passes may be ragged
 
     def need_of(self, phase: Phase) -> AttentionNeed:
         masks = self.need.masks | self.trees if phase is Phase.VERIFY else self.need.masks
-        graph = self.need.graph and phase is not Phase.PREFILL
-        return replace(self.need, phase=phase, masks=masks, graph=graph)
+        graph, ragged = self.need.graph and phase is not Phase.PREFILL, phase is self.ragged
+        return replace(self.need, phase=phase, masks=masks, graph=graph, ragged_steps=ragged)
 
 
 def choose_backends(config: EngineConfig, models: Sequence[ModelNeed]) -> list[AttentionSetup]:

@@ -53,6 +53,7 @@ from forerun.platform.device import dtype_name, running_on
 from forerun.platform.progress import progress
 from forerun.speculative.base import DraftContext, SlotContext, SpeculativeAlgorithm, TargetHandle
 from forerun.speculative.check import slot_tensors
+from forerun.speculative.ragged.estimator import Estimator
 from forerun.speculative.registry import get_algorithm
 from forerun.speculative.simulate import SimulatedAcceptance
 
@@ -99,11 +100,11 @@ class _Builder:
         fix = "lower max_running_requests or context_length"
         with self.memory.stage("slot tables", fix):
             tables = self._tables()
-            deferred = self._deferred()
+            deferred, estimator = self._deferred(), self._estimator(tables)
 
         def make_step(budget: KVBudget) -> DeviceStep:
             step = self._step(model, tables, budget)
-            step.deferred = deferred
+            step.deferred, step.estimator = deferred, estimator
             return step
 
         profiled = self._profile(make_step)
@@ -217,6 +218,15 @@ class _Builder:
             settings.dtype,
             settings.device,
         )
+
+    def _estimator(self, tables: SlotTables) -> Estimator | None:
+        settings = self.settings
+        if not settings.limits.ragged or settings.caps.makes_trees:
+            return None
+        slots, drafts = settings.limits.slots, settings.caps.num_drafts
+        estimator = Estimator.new(slots, drafts, settings.device)
+        tables.states += estimator.by_slot
+        return estimator
 
     def _demand(self) -> KVDemand:
         settings, config, limits = self.settings, self.settings.config, self.settings.limits

@@ -121,6 +121,7 @@ class DeviceExecutor:
                     self._copy(out.sampled),
                     self._copy(out.num_committed),
                     path=self._to_host(out.path),
+                    widths=self._to_host(out.widths),
                 )
                 self.step.track_states(plan.tracked)
                 confidences, layout_counts = self._due_confidences(), self._due_layout_counts()
@@ -303,6 +304,7 @@ class DeviceExecutor:
             host=host,
             logprobs=LogprobQuery.of([self._logprobs(slot) for slot in slots]),
             grammars=self._grammar_batch(slots, self._catch_up),
+            num_rows=plan.num_rows,
         )
 
     def _prefill(self, plan: StepPlan, logprobs: StepLogprobs) -> Tensor | None:
@@ -407,11 +409,14 @@ class PendingDeviceStep:
         seconds = self.clock.wait()
         decode: list[list[int]] = []
         nodes: list[list[int]] = []
+        widths: list[int] = []
         if self.decode is not None:
             counts = self.decode.num_committed.tolist()
             decode = _beginnings(self.decode.sampled.tolist(), counts)
             if self.decode.path is not None:
                 nodes = [path[1:] for path in _beginnings(self.decode.path.tolist(), counts)]
+            if self.decode.widths is not None:
+                widths = self.decode.widths.tolist()
         first = iter(self.first.tolist() if self.first is not None else [])
         prefill = [next(first) if chunk.last else None for chunk in self.plan.prefill]
         failed = list(self.not_admitted)
@@ -444,6 +449,7 @@ class PendingDeviceStep:
             confidences=None if self.confidences is None else confidence_counts(self.confidences),
             warning=self._warning(),
             decode_nodes=nodes,
+            decode_widths=widths,
         )
         self.executor.keep_tokens(self.plan, result)
         return result

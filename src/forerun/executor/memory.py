@@ -269,11 +269,13 @@ def profiling_plans(limits: Limits, widths: Sequence[int], padding_slot: int) ->
             yield StepPlan(admitted=admitted, prefill=_chunks(limits, padding_slot, tokens))
         for width, batch in product(widths, (1, limits.slots)):
             request = DecodeRequest(padding_slot, kv_len_ub=limits.context_length)
+            most, rows = limits.verify_shape(batch, width)
             defers = limits.max_pending_observe and width > 1
             yield StepPlan(
                 deferred=[DeferredCount(padding_slot, 0)] * batch if defers else [],
                 decode=[request] * batch,
-                num_verify_tokens=width,
+                num_verify_tokens=most,
+                num_rows=rows,
             )
 
 

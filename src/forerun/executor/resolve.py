@@ -71,8 +71,9 @@ class Settings:
     @property
     def widths(self) -> tuple[int, ...]:
         """The possible numbers of verified tokens per request and step."""
+        narrower = self.caps.flexible or self.limits.ragged
         return verify_widths(
-            self.caps.num_verify_tokens, self.caps.flexible and self.config.speculative_adaptive
+            self.caps.num_verify_tokens, narrower and self.config.speculative_adaptive
         )
 
 
@@ -210,6 +211,7 @@ def _check_draft_settings(
         ):
             if getattr(config, name) is not None:
                 raise ConfigError(f"{name} is set without speculative_algorithm; set it too.")
+    _check_ragged(config, caps)
     if caps.draft_kv is None and not caps.reads_target_kv:
         for name in ("speculative_draft_attention_backend", "speculative_draft_window_size"):
             if getattr(config, name) is not None:
@@ -217,6 +219,19 @@ def _check_draft_settings(
                     f"{name} is set, but {config.speculative_algorithm or 'plain decoding'} has"
                     " no draft attention; drop it."
                 )
+
+
+def _check_ragged(config: EngineConfig, caps: SpecCaps) -> None:
+    if not config.speculative_ragged_verify:
+        return
+    refused = (
+        (caps.num_drafts == 0, "needs drafts; set speculative_algorithm"),
+        (not config.speculative_adaptive, "needs speculative_adaptive; turn it on"),
+        (config.tp_size > 1, "divides a pass in one process, not among tp_size ranks; drop it"),
+    )
+    for wrong, why in refused:
+        if wrong:
+            raise ConfigError(f"speculative_ragged_verify {why}.")
 
 
 def _with_windows(
@@ -290,4 +305,5 @@ def _limits(
         max_pending_observe=(
             min(caps.num_verify_tokens, MAX_PENDING_OBSERVE) if caps.deferred_observe else 0
         ),
+        ragged=config.speculative_ragged_verify,
     )

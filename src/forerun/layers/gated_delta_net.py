@@ -177,7 +177,8 @@ class GatedDeltaNet(KVLayer):
         heads, state = self.heads, ctx.recurrent(self.layer_id)
         widths = heads.conv, heads.value, heads.num_v, heads.num_v
         qkv, z, b, a = self.in_proj(x).result().split_with_sizes(widths, 1)
-        out = self._attend(self.conv1d(qkv, state), a, b, state)
+        qkv, a, b = (state.by_request(each) for each in (qkv, a, b))
+        out = state.by_token(self._attend(self.conv1d(qkv, state), a, b, state))
         return self.out_proj(gated_rms_norm(out, z, self.norm.weight, self.norm.eps))
 
     def _attend(self, qkv: Tensor, a: Tensor, b: Tensor, state: RecurrentContext) -> Tensor:

@@ -233,8 +233,9 @@ class Scheduler:
         changed, outcomes = [], []
         logprobs = result.decode_logprobs or [[]] * len(step.decode)
         paths: Sequence[list[int] | None] = result.decode_nodes or [None] * len(step.decode)
-        results = zip(step.decode, result.decode, logprobs, paths, strict=True)
-        for request, tokens, of_tokens, nodes in results:
+        verified = result.drafts_of(step.plan)
+        results = zip(step.decode, result.decode, logprobs, paths, verified, strict=True)
+        for request, tokens, of_tokens, nodes, count in results:
             request.pending.pop(0)
             if request.slot in result.held and not tokens:
                 self._hold(request)  # not a verify pass: what was sampled does not count
@@ -244,10 +245,10 @@ class Scheduler:
                     before = request.kv_len - len(tokens)
                     self.states.complete(request, step.tracked[request], before)
                 request.verify_ct += 1
-                drafts = request.params.draft_limit(step.plan.num_verify_tokens - 1)
+                drafts = request.params.draft_limit(count)
                 request.proposed += drafts
                 if nodes is not None and drafts > 0:  # the limit is on the depth of a tree
-                    drafts = step.plan.num_verify_tokens - 1
+                    drafts = count
                 outcomes.append(VerifyOutcome(request, drafts, max(len(tokens) - 1, 0), nodes))
                 changed.append(self._append(request, tokens, of_tokens, failed, verified=True))
                 if request.slot in result.held:
@@ -299,7 +300,9 @@ class Scheduler:
 
     def _choose_width(self, step: ScheduledStep) -> None:
         if step.decode:
-            step.plan.num_verify_tokens = self.widths.choose(step.decode)
+            width = self.widths.choose(step.decode)
+            shape = self.limits.verify_shape(len(step.decode), width)
+            step.plan.num_verify_tokens, step.plan.num_rows = shape
         for request in step.decode:
             request.pending.append(step.plan.num_verify_tokens)
         if self.limits.max_pending_observe:

@@ -26,6 +26,7 @@ from torch import Tensor
 from forerun.attention.base import AttentionContext, LayerMask, Mask
 from forerun.config.engine_config import EngineConfig
 from forerun.config.model_config import ModelConfig
+from forerun.kernels.speculation.ragged import RaggedRows
 from forerun.kvcache.layouts import ModelLayout
 from forerun.layers.communication import SINGLE_RANK, Communicator
 from forerun.platform.device import upload
@@ -69,6 +70,9 @@ class SpecCaps:
     reads_hidden_states: bool = True
     # `observe` may be called for several plain steps of a request at once (`Phase.DEFERRED`).
     deferred_observe: bool = False
+    # `observe` takes a ragged verify pass as it is: requests differ in their tokens, and only the
+    # device knows how many each has (`ObserveInput.rows`). Else it gets W tokens of every request.
+    observes_packed: bool = False
     draft_summary: str | None = None  # body, head and row layout of the draft, for `explain`
     # The setting that serves the draft in the other row layout: `propose_row_layouts`.
     other_row_layout: str | None = None
@@ -238,7 +242,7 @@ class ObserveInput:
     slots: Tensor  # [B] int64; a padded batch ends with requests in the padding slot
     start: Tensor  # [B] int32: position of the request's first token
     positions: Tensor  # [T] int32
-    q_lens: tuple[int, ...]  # tokens of each request, T in all
+    q_lens: tuple[int, ...]  # tokens of each request, T in all; with `rows` at most so many
     input_ids: Tensor  # [T] int64
     # [T, H], after the final norm. Without `SpecCaps.reads_hidden_states` those of prompts are not
     # all computed: do not read them.
@@ -254,10 +258,14 @@ class ObserveInput:
     # A profiling run or a measurement: every request is in the padding slot. Always False for
     # algorithms that are captured with the step: a replay keeps the value read at capture.
     dummy: bool = False
+    # With `SpecCaps.observes_packed`: how the T tokens of a ragged verify pass are divided.
+    rows: RaggedRows | None = None
 
     @property
     def first_index(self) -> Tensor:
         """[B] int64: index into T of each request's first token."""
+        if self.rows is not None:
+            return self.rows.first[:-1].long()
         count, width = len(self.q_lens), self.q_lens[0]
         device = self.slots.device
         if all(q_len == width for q_len in self.q_lens):
@@ -273,6 +281,8 @@ class ObserveInput:
     @property
     def owner(self) -> Tensor:
         """[T] int64: index into B of each token's request."""
+        if self.rows is not None:
+            return self.rows.owner
         count, width = len(self.q_lens), self.q_lens[0]
         device = self.slots.device
         if all(q_len == width for q_len in self.q_lens):

@@ -89,6 +89,7 @@ class DFlash(SpeculativeAlgorithm):
             draft_sinks=any(draft.sinks),
             draft_attends_in_prefill=False,
             deferred_observe=True,
+            observes_packed=True,
             reads_hidden_states=False,
             draft_summary=draft.describe(),
             other_row_layout=_other_layout(draft),

@@ -137,7 +137,8 @@ class Joined(SpeculativeAlgorithm):
         """Compares both drafts with what was committed."""
         width, slots = step.q_lens[0], step.slots
         offsets = torch.arange(width - 1, device=slots.device)
-        committed = step.next_ids.view(len(slots), 1, width)[:, :, :-1]
+        following = step.next_ids if step.rows is None else step.rows.unpack(step.next_ids)
+        committed = following.view(len(slots), 1, width)[:, :, :-1]
         right = (self._drafts[slots, :, : width - 1] == committed) & (
             offsets < step.num_committed.view(-1, 1, 1)
         )

@@ -34,11 +34,17 @@ class DecodeBatch:
     host: HostTokens | None = None  # if the algorithm reads tokens on the host
     logprobs: LogprobQuery | None = None  # of requests of the batch
     grammars: GrammarBatch | None = None  # of requests of the batch
+    num_rows: int = 0  # N of a ragged pass; 0: W of every request
 
     @property
     def shape(self) -> StepShape:
         return StepShape(
-            self.num_verify_tokens, self.kv_len_ub, self.flags, self.logprobs, self.grammars
+            self.num_verify_tokens,
+            self.kv_len_ub,
+            self.flags,
+            self.logprobs,
+            self.grammars,
+            num_rows=self.num_rows,
         )
 
 

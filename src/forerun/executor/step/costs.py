@@ -60,8 +60,9 @@ def _cost(
 ) -> float:
     caps = executor.step.caps
     slots = [executor.tables.padding_slot] * batch
-    lengths = HostBatch.padding(batch)
-    step = DecodeBatch(slots, width, 1 + caps.kv_reserve, SamplingFlags(), lengths)
+    lengths, bound = HostBatch.padding(batch), 1 + caps.kv_reserve
+    most, rows = executor.tables.limits.verify_shape(batch, width)
+    step = DecodeBatch(slots, most, bound, SamplingFlags(), lengths, num_rows=rows)
 
     def seconds() -> float:
         _wait(executor)

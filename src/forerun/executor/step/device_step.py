@@ -3,7 +3,8 @@
     propose  →  verify  →  commit  →  observe
 
 Nothing here reads device values on the host, and the shapes of a decode step depend on (B, W) only,
-so that a whole step can be captured as one graph.
+and in a ragged one on the number of all tokens it verifies, so that a whole step can be captured as
+one graph.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from forerun.executor.step.slot_tables import SlotTables
 from forerun.executor.step.timing import PhaseBoundary, StepTimer
 from forerun.executor.step.token_sampler import TokenSampler
 from forerun.kernels.speculation.decode_inputs import build_decode_inputs
+from forerun.kernels.speculation.ragged import pack_tokens
 from forerun.kernels.speculation.tree import Tree
 from forerun.kernels.speculation.verify_inputs import build_verify_inputs
 from forerun.kvcache.pools import TrackedLengths
@@ -62,6 +64,8 @@ from forerun.speculative.base import (
     SpecCaps,
     SpeculativeAlgorithm,
 )
+from forerun.speculative.ragged.allocate import allocate
+from forerun.speculative.ragged.estimator import Estimator, StepOutcome
 from forerun.speculative.simulate import SimulatedAcceptance
 
 # (token ids [T], positions [T], attention) -> hidden states [T, H], aux hidden states [T, n * H]
@@ -91,6 +95,7 @@ class DeviceStep:
         self.simulate: SimulatedAcceptance | None = None
         self.timer: StepTimer | None = None
         self.deferred: DeferredObserve | None = None
+        self.estimator: Estimator | None = None  # of what chains survive, for ragged passes
         self.reliability = ReliabilityTable(tables.device)
         self._dummy = False  # see `dummy_steps`
         if any(each.needs_host_pages for each in self._attentions):
@@ -266,18 +271,25 @@ class DeviceStep:
         ids, candidates = build_verify_inputs(
             tokens.last_token, draft.tokens, tokens.slots, limits, draft_depth, vocab
         )
-        batch = tokens.attention(tokens.q_len)
         positions, next_positions = tokens.positions, tokens.next_positions
+        if tree is not None:
+            positions = (tokens.start.unsqueeze(1) + tree.depth).flatten()
+            next_positions = positions + 1
+        row_ids, packed = ids.flatten(), None
+        if shape.num_rows:
+            widths = self._divide(draft, tokens.slots, shape.num_rows)
+            places = candidates, positions, tokens.kv_slots
+            packed = pack_tokens(widths, shape.num_rows, ids, *places)
+            tokens, row_ids, positions = tokens.packed(packed), packed.ids, packed.positions
+        batch = tokens.attention(tokens.q_len)
         if tree is not None:
             batch = replace(batch, tree=tree.ancestors)
             if self.attention.pools.states:
                 batch = replace(batch, parents=tree.above)
-            positions = (tokens.start.unsqueeze(1) + tree.depth).flatten()
-            next_positions = positions + 1
         context = self.attention.context(batch, given.buffers)
         if shape.drafts is not None:
             shape.drafts.start(candidates, tree)
-        hidden_states, aux = self.forward(ids.flatten(), positions, context)
+        hidden_states, aux = self.forward(row_ids, positions, context)
         return VerifyPass(
             given=given,
             tree=tree,
@@ -287,7 +299,31 @@ class DeviceStep:
             hidden_states=hidden_states,
             aux_hidden_states=aux,
             confidence=draft.confidence,
+            packed=packed,
         )
+
+    def _divide(self, draft: Draft, slots: Tensor, num_rows: int) -> Tensor:
+        """[B] int32: how many of `num_rows` tokens of a ragged pass each request gets.
+
+        By what their drafts are expected to survive. Of trees, whose nodes come best first, that is
+        not known: all that take drafts get as many.
+        """
+        limits = self.tables.max_drafts
+        if self.estimator is not None:
+            survival = self.estimator.survival(slots, limits, draft.confidence)
+        else:
+            takes = (limits[slots] > 0).float().unsqueeze(1)
+            survival = takes.expand(draft.tokens.shape).contiguous()
+        return allocate(survival, num_rows)
+
+    def _learn(self, verified: VerifyPass, num_committed: Tensor) -> None:
+        """Tells the estimator how many of the drafts were accepted."""
+        if self.estimator is None:
+            return
+        tokens, rows = verified.given.tokens, verified.rows
+        widths = torch.full_like(num_committed, tokens.q_len) if rows is None else rows.widths
+        step = StepOutcome(tokens.slots, widths, num_committed, verified.confidence)
+        self.estimator.update(step)
 
     def sample(self, tokens: SampleInput, shape: StepShape) -> SampledTokens:
         """Samples a token at every position of a verify pass."""
@@ -300,8 +336,13 @@ class DeviceStep:
         tokens, tree, ids = verified.given.tokens, verified.tree, verified.ids
         hidden_states, aux = verified.hidden_states, verified.aux_hidden_states
         candidates, slots, width = verified.candidates, tokens.slots, tokens.q_len
+        rows = verified.rows
         num_committed = path = None
         own = sampled.ids
+        packed = verified.packed if tree is None and self.caps.observes_packed else None
+        if rows is not None and packed is None:
+            hidden_states = rows.unpack(hidden_states)
+            aux = None if aux is None else rows.unpack(aux)
         if tree is not None:
             path, num_committed = tree.accept(candidates, own)
             index = self._compact_tree(path, tokens)
@@ -309,26 +350,40 @@ class DeviceStep:
             hidden_states, aux = hidden_states[index], None if aux is None else aux[index]
         elif self.simulate is not None:
             num_committed = self.simulate.num_committed(slots, width)
+            if rows is not None:
+                num_committed = torch.minimum(num_committed, rows.widths)
         num_committed, committed = self.tables.commit(
             candidates, own, slots, tokens.start, num_committed
         )
         self.attention.pools.commit(slots, num_committed, path)
+        self._learn(verified, num_committed)
         if verified.confidence is not None and self.simulate is None:
             limits = self.tables.max_drafts[slots]
             limits = limits.masked_fill(slots == self.tables.padding_slot, 0)
+            if rows is not None:
+                limits = torch.minimum(limits, rows.widths - 1)
             greedy = self.tables.sampling.gather(slots).temperature <= 0
             self.reliability.add(verified.confidence, num_committed, limits, greedy)
-        out = DecodeOutput(own, num_committed, None, path, sampled.logprobs_along(path))
+        widths = None if rows is None else rows.widths
+        out = DecodeOutput(own, num_committed, None, path, sampled.logprobs_along(path), widths)
         if width == 1 and self.deferred is not None:
             self.deferred.keep(slots, tokens.positions, hidden_states, aux)
             return out
         if not self.algorithm.observes:
             return out
-        seen = TargetOutput(ids.flatten(), hidden_states, aux, committed.flatten(), num_committed)
+        if packed is not None:
+            following = packed.rows.pack(committed.flatten())
+            seen = TargetOutput(packed.ids, hidden_states, aux, following, num_committed)
+            tokens = tokens.packed(packed)
+        else:
+            seen = TargetOutput(
+                ids.flatten(), hidden_states, aux, committed.flatten(), num_committed
+            )
 
         def observe() -> ObserveInput:
             given = verified.given
-            attention = given.attention or self._draft_attention(tokens, given.buffers)
+            planned = given.attention if packed is None else None
+            attention = planned or self._draft_attention(tokens, given.buffers)
             return self._observe_input(Phase.VERIFY, tokens, seen, attention)
 
         return replace(out, observe=observe)
@@ -601,6 +656,7 @@ class DeviceStep:
         out: TargetOutput,
         attention: PlannedAttention | None,
     ) -> ObserveInput:
+        """`tokens`: packed, if the algorithm observes a ragged pass as it is."""
         return ObserveInput(
             phase=phase,
             slots=tokens.slots,
@@ -616,6 +672,7 @@ class DeviceStep:
             tenants=self.tables.tenants,
             make_attention=None if attention is None else attention.of_observe,
             dummy=self._shows_dummy,
+            rows=tokens.rows,
         )
 
 

@@ -17,6 +17,7 @@ from forerun.core.plan import PrefillChunk, SlotLogprobs
 from forerun.executor.step.grammar_masks import DraftCopy, GrammarBatch
 from forerun.kernels.sampling.bitmask import TokenMasks
 from forerun.kernels.sampling.penalties import DraftPath
+from forerun.kernels.speculation.ragged import PackedTokens, RaggedRows
 from forerun.kernels.speculation.tree import Tree
 from forerun.platform.device import upload
 from forerun.sampling.logprobs import LogprobQuery, Logprobs
@@ -34,6 +35,7 @@ class StepShape:
     logprobs: LogprobQuery | None = None  # of requests of the batch
     grammars: GrammarBatch | None = None  # of requests of the batch
     drafts: DraftCopy | None = None  # where the host reads the drafts, for grammars
+    num_rows: int = 0  # N: tokens of all requests, at most W of each; 0: W of every request
 
     @property
     def edits_logits(self) -> bool:
@@ -51,14 +53,15 @@ class StepTokens:
     start: Tensor  # [B] int32
     positions: Tensor  # [T] int32
     kv_len_ub: int
-    q_len: int | None = None  # tokens of every request; None: `ragged`
+    q_len: int | None = None  # tokens of every request, or at most (`rows`); None: `ragged`
     ragged: tuple[tuple[int, int], ...] | None = None
     host_pages: Sequence[Sequence[int]] | None = None  # of a prefill
     cached: tuple[int, ...] = ()  # of `ragged` requests: tokens from the prefix cache
+    rows: RaggedRows | None = None  # of a ragged verify pass: the tokens are packed
 
     @property
     def q_lens(self) -> tuple[int, ...]:
-        """Tokens of each request."""
+        """Tokens of each request; with `rows` at most so many."""
         if self.ragged is not None:
             return tuple(count for _, count in self.ragged)
         assert self.q_len is not None
@@ -91,18 +94,22 @@ class StepTokens:
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeTokens(StepTokens):
-    """W tokens per request."""
+    """W tokens per request, or with `rows` at most W."""
 
     q_len: int  # W
-    kv_slots: Tensor  # [B * W] int64
+    kv_slots: Tensor  # [T] int64
     last_token: Tensor  # [B] int64
     next_positions: Tensor  # [B * W] int32: of the sampled tokens
 
+    def packed(self, tokens: PackedTokens) -> DecodeTokens:
+        """The same, of a ragged pass."""
+        return replace(self, positions=tokens.positions, kv_slots=tokens.kv_slots, rows=tokens.rows)
+
     def attention(self, q_len: int | None, offset: int = 0) -> AttentionBatch:
         batch = super().attention(q_len, offset)
-        return (
-            replace(batch, kv_slots=self.kv_slots) if (q_len, offset) == (self.q_len, 0) else batch
-        )
+        if (q_len, offset) != (self.q_len, 0):
+            return batch
+        return replace(batch, kv_slots=self.kv_slots, rows=self.rows)
 
 
 @dataclass(frozen=True)
@@ -164,16 +171,36 @@ class PlannedAttention:
 
 @dataclass(frozen=True)
 class SampleInput:
-    """B * W tokens of the target, after each of which a token is sampled."""
+    """B * W tokens of the target, after each of which a token is sampled.
 
-    hidden_states: Tensor  # [B * W, H]
+    With `rows` the hidden states are packed, and past a request's width nothing counts.
+    """
+
+    hidden_states: Tensor  # [B * W, H], or [N, H]
     positions: Tensor  # [B, W] int: of the tokens to be sampled
     slots: Tensor  # [B] int64
     path: DraftPath | None = None  # the tokens that the target ran on; None: W is 1
     masks: TokenMasks | None = None  # of grammars; None: every token is allowed
+    rows: RaggedRows | None = None
+
+    def by_request(self) -> SampleInput:
+        """The same with W rows of every request."""
+        if self.rows is None:
+            return self
+        return replace(self, hidden_states=self.rows.unpack(self.hidden_states), rows=None)
+
+    def by_row(self) -> SampleInput:
+        """The same as N requests of one token each, for what looks at one row alone."""
+        if self.rows is None:
+            return self
+        return SampleInput(
+            self.hidden_states,
+            self.rows.pack(self.positions.flatten()).unsqueeze(1),
+            self.slots[self.rows.owner],
+        )
 
     def between(self, first: int, last: int) -> SampleInput:
-        """Returns the part of requests [first, last)."""
+        """Returns the part of requests [first, last), of tokens that are not packed."""
         width = self.positions.shape[1]
         return SampleInput(
             self.hidden_states[first * width : last * width],
@@ -217,14 +244,20 @@ class VerifyPass:
     ids: Tensor  # [B, W] int64
     candidates: Tensor  # [B, K] int64: the drafts that may be accepted, else -1
     positions: Tensor  # [B, W] int32: of the tokens to be sampled
-    hidden_states: Tensor  # [B * W, H]
-    aux_hidden_states: Tensor | None  # [B * W, n * H]
+    hidden_states: Tensor  # [T, H]
+    aux_hidden_states: Tensor | None  # [T, n * H]
     confidence: Tensor | None = None  # [B, K] float32, of `Draft`
+    packed: PackedTokens | None = None  # the T tokens of a ragged pass; None: T is B * W
 
     @property
     def to_sample(self) -> SampleInput:
         path = DraftPath(self.ids, None if self.tree is None else self.tree.ancestors)
-        return SampleInput(self.hidden_states, self.positions, self.given.tokens.slots, path)
+        slots = self.given.tokens.slots
+        return SampleInput(self.hidden_states, self.positions, slots, path, rows=self.rows)
+
+    @property
+    def rows(self) -> RaggedRows | None:
+        return None if self.packed is None else self.packed.rows
 
 
 @dataclass(frozen=True)
@@ -248,11 +281,13 @@ class DecodeOutput:
     observe: Callable[[], ObserveInput] | None = None
     path: Tensor | None = None  # [B, W] int64, of `Tree.accept`; None: a chain
     logprobs: Logprobs | None = None  # [R, W]: of the requests of `StepShape.logprobs`
+    widths: Tensor | None = None  # [B] integers: tokens verified of each; None: W
 
     def of_first(self, count: int) -> DecodeOutput:
         """The tokens of the first `count` requests."""
-        path = None if self.path is None else self.path[:count]
-        return DecodeOutput(self.sampled[:count], self.num_committed[:count], path=path)
+        path, widths = (None if each is None else each[:count] for each in (self.path, self.widths))
+        sampled, num_committed = self.sampled[:count], self.num_committed[:count]
+        return DecodeOutput(sampled, num_committed, path=path, widths=widths)
 
 
 @dataclass(frozen=True)

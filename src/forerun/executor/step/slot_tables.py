@@ -28,6 +28,7 @@ class SlotTables:
     """The device state of running requests."""
 
     def __init__(self, limits: Limits, device: torch.device) -> None:
+        self.limits = limits
         rows, positions = limits.slots + 1, limits.max_positions
         pages = limits.pages(positions)
         self.padding_slot = limits.slots

@@ -34,21 +34,29 @@ class TokenSampler:
         self.model, self.tables = model, tables
 
     def sample(self, tokens: SampleInput, shape: StepShape) -> SampledTokens:
-        """Samples a token after each of B * W tokens; `shape.kv_len_ub` exceeds positions[:, 0]."""
+        """Samples a token after each of B * W tokens; `shape.kv_len_ub` exceeds positions[:, 0].
+
+        Of packed tokens each is a request of its own, unless its logits depend on more than its
+        position: then all W of every request are computed.
+        """
         if shape.edits_logits or tokens.masks is not None:
-            return self._in_groups(tokens, shape)
+            return self._in_groups(tokens.by_request(), shape)
+        if tokens.rows is None:
+            return SampledTokens(self._sample(tokens, shape))
+        ids = tokens.rows.unpack(self._sample(tokens.by_row(), shape).squeeze(1))
+        return SampledTokens(ids.view(tokens.positions.shape))
+
+    def _sample(self, tokens: SampleInput, shape: StepShape) -> Tensor:
+        """[B, W], where logits are not edited."""
         positions = tokens.positions
         if not (shape.flags.sampled or shape.flags.min_tokens):
-            ids = self.model.compute_argmax(tokens.hidden_states).view(positions.shape)
-        elif self.model.vocab_is_divided and not shape.flags.whole_rows:
-            ids = self._sample_divided(tokens, shape.flags, sample_across)
-        elif self.model.vocab_is_divided and self._divides_rows(positions.numel()):
-            ids = self._sample_divided(tokens, shape.flags, sample_by_rows)
-        else:
-            logits = self._logits(tokens)
-            params = self.tables.sampling.gather(tokens.slots)
-            ids = sample(logits, positions, params, shape.flags)
-        return SampledTokens(ids)
+            return self.model.compute_argmax(tokens.hidden_states).view(positions.shape)
+        if self.model.vocab_is_divided and not shape.flags.whole_rows:
+            return self._sample_divided(tokens, shape.flags, sample_across)
+        if self.model.vocab_is_divided and self._divides_rows(positions.numel()):
+            return self._sample_divided(tokens, shape.flags, sample_by_rows)
+        params = self.tables.sampling.gather(tokens.slots)
+        return sample(self._logits(tokens), positions, params, shape.flags)
 
     def _divides_rows(self, rows: int) -> bool:
         """Whether each rank gets all logits of a part of the rows; else of all."""

@@ -131,7 +131,7 @@ def _rope_write(
 class QueryTokens:
     """Which query tokens belong to which request."""
 
-    q_len: int = 0  # of every request, if `first` is None
+    q_len: int = 0  # of every request, if `first` is None; the most of any, with a tree
     first: Tensor | None = None  # [B + 1] int64: each request's first token
     tree: Tensor | None = None  # [B, q_len, words] int64: bit j of token i: it sees token j
 

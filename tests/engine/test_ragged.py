@@ -1,0 +1,169 @@
+"""Ragged verify passes: the text of plain decoding, however the tokens are divided."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from forerun import SamplingParams
+from forerun.core.errors import ConfigError
+from forerun.executor.device_executor import device_step
+from forerun.executor.step import device_step as device_step_module
+from forerun.executor.step.device_step import DeviceStep
+from forerun.scheduler.adaptive_width import FixedWidth
+from forerun.speculative.base import Draft, ProposeInput
+from forerun.speculative.ragged.allocate import allocate
+from tests.engine import test_grammars, test_logits
+from tests.engine.test_matrix import GREEDY, SEEDED, WIDTHS, generate, params, prompts, reference
+from tests.engine_runs import run_together
+from tests.golden_engine import golden_llm
+from tests.ragged import SETTINGS, divide_at_random
+from tests.toy_algorithms import Sampler, register_toys
+
+register_toys()
+OWN: dict[str, dict[str, Any]] = {**WIDTHS, "DDTREE": {"speculative_ddtree_budget": 12}}
+
+
+@pytest.mark.covering(1, 4)
+@pytest.mark.parametrize("tight", [False, True], ids=["roomy", "tight"])
+@pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
+@pytest.mark.parametrize("backend", ["cpu", "torch_native"])
+@pytest.mark.parametrize(("page_size", "chunk"), [(1, 4), (16, 512)])
+@pytest.mark.parametrize("algorithm", ["DFLASH", "NGRAM", "SUFFIX", "DFLASH,SUFFIX", "DDTREE"])
+def test_output_equals_plain_decoding(
+    algorithm: str,
+    page_size: int,
+    chunk: int,
+    backend: str,
+    overlap_depth: int,
+    tight: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings = {"page_size": page_size, "chunked_prefill_size": chunk, **SETTINGS}
+    settings |= {"attention_backend": backend, "overlap_depth": overlap_depth}
+    if tight:
+        settings["max_total_tokens"] = {1: 120, 16: 128}[page_size]
+    division = divide_at_random(monkeypatch)
+    asked = prompts(page_size, tight)
+    with golden_llm(algorithm, **OWN.get(algorithm, {}), **settings) as llm:
+        for sampled, kind in enumerate((GREEDY, SEEDED)):
+            kinds = [params(kind, i) for i in range(len(asked))]
+            # One takes no drafts, one hardly any.
+            kinds[1]["speculative"], kinds[2]["max_draft_tokens"] = False, 1
+            for _ in range(2):  # the same prompts again: prefix hits
+                got = generate(llm, asked, kinds, tight)
+                assert [each[0] for each in got] == reference(page_size, tight, bool(sampled))
+        llm.engine.check()
+        assert llm.stats()["spec_decode_num_accepted_tokens"] > 0
+    assert any(len(set(widths)) > 1 for widths in division.seen)
+
+
+@pytest.mark.parametrize("algorithm", ["NGRAM", "DFLASH", "DDTREE"])
+def test_penalties_and_logprobs(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    division = divide_at_random(monkeypatch)
+    with golden_llm(algorithm, **OWN.get(algorithm, {}), **SETTINGS) as llm:
+        for preempts in (False, True):
+            test_logits.compare(test_logits.run(llm, preempts), test_logits.reference())
+        llm.engine.check()
+    assert any(len(set(widths)) > 1 for widths in division.seen)
+
+
+@pytest.mark.parametrize("algorithm", ["NGRAM", "DFLASH"])
+def test_structured_output(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    division = divide_at_random(monkeypatch)
+    with test_grammars.bundled_llm(algorithm, **SETTINGS) as llm:
+        for preempts in (False, True):
+            assert test_grammars.run(llm, preempts) == test_grammars.reference()
+        llm.engine.check()
+    assert any(len(set(widths)) > 1 for widths in division.seen)
+
+
+@pytest.mark.parametrize("algorithm", ["DFLASH", "NGRAM"])
+def test_equal_widths_are_a_uniform_pass(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same drafts are accepted: what `observe` sees of packed tokens is right."""
+
+    def evenly(survival: Tensor, total: int) -> Tensor:
+        return allocate(torch.zeros_like(survival), total)
+
+    monkeypatch.setattr(device_step_module, "allocate", evenly)
+    accepted = []
+    for ragged in (False, True):
+        with golden_llm(algorithm, **{**SETTINGS, "speculative_ragged_verify": ragged}) as llm:
+            llm.engine.scheduler.widths = FixedWidth((1, 4))
+            asked = [*map(list, prompts(16, False))]
+            requests = [
+                llm.engine.make_request(ids, SamplingParams.of(params(GREEDY, i)))
+                for i, ids in enumerate(asked)
+            ]
+            run_together(llm.engine, requests)
+            accepted.append([each.accept_lengths for each in requests])
+            proposed = sum(each.proposed for each in requests)
+            assert proposed == 3 * sum(each.verify_ct for each in requests)
+    assert accepted[0] == accepted[1]
+    assert max(max(each) for each in accepted[0]) == 4
+
+
+def test_a_request_never_commits_more_than_it_verifies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulated acceptance too, which does not compare drafts."""
+    division = divide_at_random(monkeypatch)
+    committed: list[list[int]] = []
+    commit = DeviceStep.commit
+
+    def record(self: DeviceStep, *args: Any) -> Any:
+        out = commit(self, *args)
+        if out.widths is not None:
+            committed.append(out.num_committed.tolist())
+        return out
+
+    monkeypatch.setattr(DeviceStep, "commit", record)
+    with golden_llm("DFLASH", speculative_simulate_accept_length=3.0, **SETTINGS) as llm:
+        assert device_step(llm.engine.executor).simulate is not None
+        llm.generate(input_ids=prompts(16, False), sampling_params=[params(GREEDY, 0)] * 5)
+    pairs = [
+        pair
+        for widths, counts in zip(division.seen[-len(committed) :], committed, strict=True)
+        for pair in zip(widths, counts, strict=True)
+    ]
+    assert all(1 <= count <= min(width, 3) for width, count in pairs)
+    assert any(count == 3 for _, count in pairs)
+    assert any(count == width < 3 for width, count in pairs)
+
+
+def test_the_confident_get_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the confidences that come with the drafts."""
+    given: list[Tensor] = []
+
+    def divide(survival: Tensor, total: int) -> Tensor:
+        given.append(allocate(survival, total))
+        return given[-1]
+
+    def propose(self: Sampler, step: ProposeInput) -> Draft:
+        tokens = self.back(step, 3, step.num_verify_tokens - 1)
+        sure = (step.slots % 2).float().unsqueeze(1).expand(tokens.shape)
+        return Draft(tokens, confidence=0.1 + 0.8 * sure)
+
+    monkeypatch.setattr(device_step_module, "allocate", divide)
+    monkeypatch.setattr(Sampler, "propose", propose)
+    with golden_llm("TOY-SAMPLER", **SETTINGS) as llm:
+        given.clear()  # step costs have been measured
+        llm.engine.scheduler.widths = FixedWidth((1, 3))
+        rules = [{"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True}] * 2
+        llm.generate(input_ids=prompts(16, False)[:2], sampling_params=rules)
+    widths = [sorted(each.tolist()) for each in given if len(each) == 2]
+    assert len(widths) > 2 and all(sum(each) == 6 for each in widths)
+    assert max(each[1] for each in widths) > 3
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "settings", "why"),
+    [
+        (None, {}, "needs drafts"),
+        ("NGRAM", {"speculative_adaptive": False}, "needs speculative_adaptive"),
+    ],
+)
+def test_refusals(algorithm: str | None, settings: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=f"speculative_ragged_verify {why}"):
+        golden_llm(algorithm, **{**SETTINGS, **settings})

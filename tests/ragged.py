@@ -1,0 +1,56 @@
+"""Ragged verify passes of random widths, whatever the drafts promise and steps cost."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from forerun.core.request import Request
+from forerun.engine import engine
+from forerun.executor.step import device_step
+from forerun.scheduler.adaptive_width import WidthPolicy
+from forerun.speculative.ragged.allocate import allocate
+
+SETTINGS: dict[str, Any] = {"speculative_adaptive": True, "speculative_ragged_verify": True}
+
+
+class RandomWidths(WidthPolicy):
+    """Every mean width that the requests allow, in random order."""
+
+    def __init__(self, widths: Sequence[int], *_: object) -> None:
+        super().__init__(widths)
+        self._random = random.Random(len(widths))
+
+    def _choose(self, requests: Sequence[Request], max_index: int) -> int:
+        return self._random.choice(self.widths[: max_index + 1])
+
+
+class RandomDivision:
+    """Gives some requests much and others hardly anything."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[int]] = []  # widths of all passes
+        self._generator = torch.Generator().manual_seed(0)
+
+    def __call__(self, survival: Tensor, total: int) -> Tensor:
+        shape = survival.shape
+        values = torch.rand(shape, generator=self._generator).sort(1, descending=True).values
+        kept = torch.rand(shape[0], 1, generator=self._generator) < 0.6
+        widths = allocate((values * kept).to(survival.device), total)
+        self.seen.append(widths.tolist())
+        assert sum(self.seen[-1]) == total
+        assert all(1 <= width <= shape[1] + 1 for width in self.seen[-1])
+        return widths
+
+
+def divide_at_random(monkeypatch: pytest.MonkeyPatch) -> RandomDivision:
+    """For engines that are made with `SETTINGS` afterwards; not for captured steps."""
+    division = RandomDivision()
+    monkeypatch.setattr(device_step, "allocate", division)
+    monkeypatch.setattr(engine, "AdaptiveWidth", RandomWidths)
+    return division
