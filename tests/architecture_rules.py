@@ -76,6 +76,7 @@ HOST_READS = {
     "executor/step/timing.py:StepTimer.unix": "called by `result`; its copy has arrived",
     "executor/step/costs.py:_wait": "measures step costs at start",
     "executor/agreement.py:Agreement._largest": "ranks agree at start",
+    "executor/profiling/recorder.py:StepRecorder._wait_for_device": "a profile begins or ends",
     "layers/torch_communicator.py:TorchCommunicator._exchange_buffers": "at start",
     "executor/memory.py:_reserved": "measures memory at start",
     "executor/step/grammar_masks.py:DraftCopy.wait": "grammars need the drafts; during the forward",

@@ -12,10 +12,19 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.colors import same_color
 
+from forerun.core.profile import DECODE_STEP as STEP
+from forerun.executor.profiling.table import kernel_table, shorten
+from forerun.executor.profiling.timeline import (
+    OUTSIDE,
+    KernelRow,
+    Span,
+    Timeline,
+    exclusive,
+    marks,
+    operators,
+)
 from forerun_bench.figure import GAP, KERNELS, OTHERS, draw
-from forerun_bench.profile import kernel_table, shorten
 from forerun_bench.svg import save
-from forerun_bench.timeline import STEP, KernelRow, Span, Timeline, exclusive
 
 Event = dict[str, Any]
 
@@ -151,3 +160,29 @@ def test_figure_says_what_was_measured(tmp_path: Path) -> None:
     again = tmp_path / "y.svg"
     save(draw(Timeline.of(TRACE), "a < b & c"), again, "d < e")
     assert again.read_bytes() == path.read_bytes()
+
+
+def operator(name: str, ts: float, dur: float, tid: int = 1) -> Event:
+    return {**event("cpu_op", name, ts, dur), "tid": tid}
+
+
+def test_operators_count_without_those_that_they_call() -> None:
+    trace = [
+        event("user_annotation", STEP, 0, 100),
+        operator("inner", 12, 5),
+        operator("outer", 10, 20),
+        operator("inner", 20, 10),
+        operator("outer", 15, 8, tid=2),  # another thread, at the same time
+        event("user_annotation", STEP, 200, 100),
+        operator("inner", 250, 1),
+        operator("between", 150, 10),
+        event("user_annotation", "prefill step", 400, 50),
+        operator("prefill", 410, 10),
+    ]
+    rows = operators(trace, marks(trace, (STEP,)))
+    assert rows == [
+        KernelRow(OUTSIDE, 1.0, (200 - 29) / 2, (200 - 29) / 2),
+        KernelRow("inner", 1.5, 8.0, 8.0),
+        KernelRow("outer", 1.0, 6.5, 14.0),
+    ]
+    assert operators(trace, []) == []

@@ -261,6 +261,9 @@ def test_who_may_use_control_routes(keys: Path, given: dict[str, str], want: lis
     for path in ("/flush_cache", "/reset_prefix_cache"):
         answers = statuses(app, *(("POST", path, bearer(secret)) for secret in secrets))
         assert [answer.status_code for answer in answers] == want
+    for path in ("/start_profile", "/stop_profile"):  # they need a folder too
+        answers = statuses(app, *(("POST", path, bearer(secret)) for secret in secrets))
+        assert [answer.status_code for answer in answers] == [w if w != 200 else 400 for w in want]
     # Everything else is open to every key, and to all where there is only an admin key.
     others = statuses(app, *(("PUT", "/tokenize", bearer(secret)) for secret in secrets))
     assert [o.status_code for o in others] == [401 if w == 401 else 405 for w in want]

@@ -9,8 +9,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter
 
+from forerun.executor.profiling.timeline import Span, Timeline, exclusive
 from forerun_bench.svg import WIDTH
-from forerun_bench.timeline import Span, Timeline, exclusive
 
 KERNELS = ("tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:olive", "tab:cyan")
 BAND, OTHERS, GAP = "#eef1f4", "tab:gray", "tab:red"

@@ -11,11 +11,13 @@ from tempfile import TemporaryDirectory
 import torch
 
 from forerun import SamplingParams
+from forerun.core.profile import DECODE_STEP
 from forerun.core.request import State
 from forerun.engine.engine import Engine
+from forerun.executor.profiling.table import kernel_table
+from forerun.executor.profiling.timeline import Timeline
 from forerun_bench.figure import draw
 from forerun_bench.svg import save
-from forerun_bench.timeline import STEP, KernelRow, Timeline
 
 WARM, STEPS = 3, 8  # steps before, and steps recorded
 
@@ -53,7 +55,7 @@ def _record(engine: Engine, prompts: Sequence[Sequence[int]], output_len: int, p
     with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
         for _ in range(STEPS):
             if steady():
-                with torch.profiler.record_function(STEP):
+                with torch.profiler.record_function(DECODE_STEP):
                     engine.step()
         torch.cuda.synchronize(engine.info.explain["device"])
     profiler.export_chrome_trace(str(path))
@@ -71,21 +73,3 @@ def keep(timeline: Timeline, folder: Path, name: str, title: str) -> list[Path]:
     save(draw(timeline, title), figure, title)
     kernels.write_text(kernel_table(timeline.kernels(), title), encoding="utf-8")
     return [figure, kernels]
-
-
-def kernel_table(rows: Sequence[KernelRow], title: str) -> str:
-    """Markdown. µs: exclusive time, which adds up; then from start to end."""
-    lines = [f"{title}; per step", "", "| kernel | launches | µs | start to end |"]
-    lines.append("|---|---:|---:|---:|")
-    lines += [
-        f"| `{shorten(r.name)}` | {r.count:.1f} | {r.us:.1f} | {r.span_us:.1f} |" for r in rows
-    ]
-    total, launches = sum(row.us for row in rows), sum(row.count for row in rows)
-    lines.append(f"| all | {launches:.1f} | {total:.1f} | |")
-    return "\n".join(lines) + "\n"
-
-
-def shorten(name: str, width: int = 90) -> str:
-    """A kernel's name without characters that break a table, cut at `width`."""
-    clean = name.replace("|", "/").replace("void ", "").replace("(anonymous namespace)::", "")
-    return clean if len(clean) <= width else clean[: width - 1] + "…"

@@ -7,17 +7,26 @@ import msgspec
 from forerun.core.executor import ExecutorInfo
 from forerun.core.grammar import Grammar
 from forerun.core.plan import StepPlan, StepResult
+from forerun.core.profile import ProfileParams
 
-__all__ = ["decode_grammar", "decode_info", "decode_plan", "decode_result", "encode"]
+__all__ = [
+    "decode_grammar",
+    "decode_info",
+    "decode_plan",
+    "decode_profile",
+    "decode_result",
+    "encode",
+]
 
 _encoder = msgspec.msgpack.Encoder()
 _plan = msgspec.msgpack.Decoder(StepPlan)
 _result = msgspec.msgpack.Decoder(StepResult)
 _grammar = msgspec.msgpack.Decoder(Grammar)
+_profile = msgspec.msgpack.Decoder(ProfileParams)
 _info = msgspec.msgpack.Decoder(ExecutorInfo)
 
 
-def encode(value: StepPlan | StepResult | ExecutorInfo | Grammar) -> bytes:
+def encode(value: StepPlan | StepResult | ExecutorInfo | Grammar | ProfileParams) -> bytes:
     return _encoder.encode(value)
 
 
@@ -43,6 +52,14 @@ def decode_grammar(data: bytes) -> Grammar:
         msgspec.ValidationError: the bytes are not a grammar.
     """
     return _grammar.decode(data)
+
+
+def decode_profile(data: bytes) -> ProfileParams:
+    """
+    Raises:
+        msgspec.ValidationError: the bytes are not `ProfileParams`.
+    """
+    return _profile.decode(data)
 
 
 def decode_info(data: bytes) -> ExecutorInfo:

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from forerun.core.grammar import Grammar
 from forerun.core.plan import Limits, StepPlan, StepResult
+from forerun.core.profile import ProfileParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,20 @@ class Executor(Protocol):
 
     def disable_drafts(self) -> None:
         """Stops calling the algorithm. All later plans must have `num_verify_tokens` = 1."""
+
+    def start_profile(self, params: ProfileParams) -> None:
+        """Records from the next step on. What goes wrong, `check_profile` says."""
+
+    def stop_profile(self) -> None:
+        """Ends the recording, and writes it beside the steps that follow."""
+
+    def check_profile(self, name: str) -> None:
+        """Any thread may call it, after `stop_profile`. `name`: of the profile's parameters.
+
+        Raises:
+            BusyError: files are still being written.
+            RequestError: something was not recorded or not written.
+        """
 
     def close(self) -> None:
         """Releases all resources; the executor cannot be used afterwards."""

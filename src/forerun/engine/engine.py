@@ -21,6 +21,7 @@ from forerun.core.sampling_params import SamplingParams
 from forerun.core.scheduling_params import DEFAULT_SCHEDULING, SchedulingParams
 from forerun.engine.deadlines import Deadlines, timeout_message
 from forerun.engine.metrics import EngineMetrics, StepMetrics
+from forerun.engine.profiling import Profiling
 from forerun.engine.requests import RequestFactory
 from forerun.engine.stats import SpecStats
 from forerun.engine.tracing import Tracing, start_tracing
@@ -74,6 +75,7 @@ class Engine:
         self._tracing = Tracing(spans) if spans else None
         self._requests: dict[str, Request] = {}
         self._deadlines = Deadlines()
+        self.profiling = Profiling(executor)
         self._factory = RequestFactory(info, config.random_seed)
 
     # --- requests -------------------------------------------------------------------------------
@@ -200,6 +202,7 @@ class Engine:
 
     def _launch(self, plan: StepPlan) -> None:
         """Launches a step; an exception aborts the requests of this step only."""
+        self.profiling.before_step()
         launched = time.monotonic()
         try:
             self._in_flight.append(_InFlight(self.executor.launch(plan), launched, self._idle))
@@ -207,6 +210,7 @@ class Engine:
             self.scheduler.fail(f"{type(error).__name__}: {error}")
             raise
         self._idle = False
+        self.profiling.after_step(plan)
         for admission in plan.admitted:
             self._metrics.admitted(self._requests[admission.rid], launched)
 
@@ -294,6 +298,7 @@ class Engine:
         stats, steps, widths = self._stats, self._metrics, self.scheduler.widths
         return EngineMetrics(
             load=self.load(),
+            step_costs=widths.step_costs(),
             steps_by_width={width: widths.chosen[width] for width in widths.widths},
             request_steps=stats.num_request_steps,
             decode_tokens=stats.num_tokens,

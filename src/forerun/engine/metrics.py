@@ -56,6 +56,7 @@ class EngineMetrics:
     """A snapshot of an engine. All counters start at 0 with the engine."""
 
     load: dict[str, int]  # `Engine.load`
+    step_costs: dict[int, dict[int, float]]  # seconds of a decode step by batch size and W
     steps_by_width: dict[int, int]  # decode steps by W, the tokens verified per request
     request_steps: int  # decode steps, counted once per request
     decode_tokens: int  # that they committed
@@ -82,6 +83,7 @@ class EngineMetrics:
             load=dict.fromkeys(self.load, 0),
             waiting_by_priority={},
             mixed_prefill_tokens=0,
+            step_costs={},
         )
 
 
@@ -98,6 +100,7 @@ def combined(snapshots: Sequence[EngineMetrics]) -> EngineMetrics:
     page_size = max(each.load["page_size"] for each in snapshots)
     return EngineMetrics(
         load=loads | {"page_size": page_size},
+        step_costs=_mean_costs([each.step_costs for each in snapshots]),
         steps_by_width=sums(each.steps_by_width for each in snapshots),
         request_steps=sum(each.request_steps for each in snapshots),
         decode_tokens=sum(each.decode_tokens for each in snapshots),
@@ -119,6 +122,18 @@ def combined(snapshots: Sequence[EngineMetrics]) -> EngineMetrics:
         prefill_seconds=_added([each.prefill_seconds for each in snapshots]),
         gap_seconds=sum(each.gap_seconds for each in snapshots),
     )
+
+
+def _mean_costs(tables: Sequence[dict[int, dict[int, float]]]) -> dict[int, dict[int, float]]:
+    found: dict[int, dict[int, list[float]]] = {}
+    for table in tables:
+        for size, costs in table.items():
+            for width, seconds in costs.items():
+                found.setdefault(size, {}).setdefault(width, []).append(seconds)
+    return {
+        size: {width: sum(given) / len(given) for width, given in costs.items()}
+        for size, costs in found.items()
+    }
 
 
 def _added_confidences(given: Sequence[ConfidenceCounts]) -> ConfidenceCounts | None:

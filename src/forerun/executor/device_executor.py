@@ -24,9 +24,11 @@ from forerun.core.plan import (
     StepPlan,
     StepResult,
 )
+from forerun.core.profile import ProfileParams
 from forerun.core.tokens import INVALID_TOKEN
 from forerun.executor.graphs.steps import DecodeBatch, DeferredBatch, EagerSteps, StepExecutor
 from forerun.executor.layout_check import RowLayoutCheck, warning
+from forerun.executor.profiling.recorder import StepRecorder
 from forerun.executor.step.clock import StepClock
 from forerun.executor.step.device_step import DeviceStep
 from forerun.executor.step.grammar_masks import GrammarBatch
@@ -87,6 +89,7 @@ class DeviceExecutor:
         self._unread: list[PendingDeviceStep] = []  # steps with grammars, in launch order
         self._keeps_tokens = step.caps.needs_host_tokens
         self._info: ExecutorInfo | None = None
+        self.recorder = StepRecorder(step.tables.device)
 
     @property
     def info(self) -> ExecutorInfo:
@@ -97,9 +100,13 @@ class DeviceExecutor:
     def info(self, info: ExecutorInfo) -> None:
         self._info = info
 
-    @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingDeviceStep:
         """Queues the whole step on the device and returns (on a CPU: computes it)."""
+        with self.recorder.step(plan):
+            return self._launch(plan)
+
+    @torch.inference_mode()
+    def _launch(self, plan: StepPlan) -> PendingDeviceStep:
         with running_on(self.tables.device, self.threads):
             clock = self._clock = StepClock.after(self._clock, self.tables.device)
             if plan.cleared_pages:
@@ -173,6 +180,15 @@ class DeviceExecutor:
 
     def disable_drafts(self) -> None:
         self.step.algorithm.disable()
+
+    def start_profile(self, params: ProfileParams) -> None:
+        self.recorder.start(params)
+
+    def stop_profile(self) -> None:
+        self.recorder.stop()
+
+    def check_profile(self, name: str) -> None:
+        self.recorder.check(name)
 
     def close(self) -> None:
         """Ends processes. Pools and weights are freed with the last reference to this object."""

@@ -93,17 +93,41 @@ class WidthPolicy(ABC):
         """The time of one step."""
         return None
 
+    def step_costs(self) -> dict[int, dict[int, float]]:
+        """Seconds of a decode step by batch size and width, as far as they are known."""
+        return {}
+
     def as_dict(self) -> dict[str, Any]:
         """The policy's state and its decisions, for `Engine.stats()`."""
-        steps = {width: self.chosen[width] for width in self.widths}
-        return {"adaptive": False, "steps_by_width": steps, "exploration_steps": 0}
+        costs = self.step_costs()
+        return {
+            "adaptive": False,
+            "steps_by_width": {width: self.chosen[width] for width in self.widths},
+            "exploration_steps": 0,
+            "step_costs": {
+                size: [of_size.get(width) for width in self.widths]
+                for size, of_size in costs.items()
+            },
+        }
 
 
 class FixedWidth(WidthPolicy):
     """The full width, or the smallest that covers every request's draft limit."""
 
+    def __init__(self, widths: Sequence[int]) -> None:
+        super().__init__(widths)
+        self._costs: dict[int, dict[int, float]] = {}  # by batch size, rounded up, and width
+
     def _choose(self, requests: Sequence[Request], max_index: int) -> int:
         return self.widths[max_index]
+
+    def record_step_time(self, batch_size: int, width: int, seconds: float) -> None:
+        """It is only shown: no decision depends on it."""
+        costs = self._costs.setdefault(1 << (batch_size - 1).bit_length(), {})
+        costs[width] = seconds + (1 - COST_WEIGHT) * (costs.get(width, seconds) - seconds)
+
+    def step_costs(self) -> dict[int, dict[int, float]]:
+        return {size: dict(self._costs[size]) for size in sorted(self._costs)}
 
 
 class AdaptiveWidth(WidthPolicy):
@@ -230,12 +254,15 @@ class AdaptiveWidth(WidthPolicy):
         exact = at < len(sizes) and sizes[at] == batch_size
         return self._costs[max(at - (not exact), 0) : at + 1]
 
+    def step_costs(self) -> dict[int, dict[int, float]]:
+        rows = (dict(zip(self.widths, costs, strict=True)) for costs in self._costs)
+        return dict(zip(self._batch_sizes, rows, strict=True))
+
     def as_dict(self) -> dict[str, Any]:
         """What `WidthPolicy` shows, with step costs by batch size and global acceptance rates."""
         return super().as_dict() | {
             "adaptive": True,
             "exploration_steps": self._exploration_steps,
-            "step_costs": dict(zip(self._batch_sizes, map(list, self._costs), strict=True)),
             "accept_rates": list(self._rates),
         }
 

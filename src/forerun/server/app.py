@@ -32,6 +32,7 @@ from forerun.server.http.request_log import RequestLog
 from forerun.server.native.control import control_router
 from forerun.server.native.generate import native_router
 from forerun.server.native.observe import Observe
+from forerun.server.native.profile import profile_router
 from forerun.server.openai.chat import chat_router
 from forerun.server.openai.completions import completions_router
 from forerun.server.openai.conversations import conversations_router
@@ -60,6 +61,7 @@ def build_app(service: Service) -> ASGIApp:
         native_router(service),
         tokenize_router(service),
         control_router(service),
+        profile_router(service),
         page_router(),
     ):
         app.include_router(router)

@@ -71,7 +71,7 @@ class ServiceCollector(Collector):
 
 
 class _Families:
-    """Metrics with the label that all of them have, and at most one more."""
+    """Metrics with the label that all of them have."""
 
     def __init__(self, model_name: str) -> None:
         self._model = model_name
@@ -87,6 +87,19 @@ class _Families:
         family = GaugeMetricFamily(name, help, labels=("model_name", label))
         for key, value in values:
             family.add_metric((self._model, key), value)
+        return family
+
+    def table(
+        self,
+        name: str,
+        help: str,
+        labels: tuple[str, str],
+        values: Iterable[tuple[tuple[str, str], float]],
+    ) -> Metric:
+        """Gauges with two labels."""
+        family = GaugeMetricFamily(name, help, labels=("model_name", *labels))
+        for keys, value in values:
+            family.add_metric((self._model, *keys), value)
         return family
 
     def counter(self, name: str, help: str, value: float) -> Metric:
@@ -388,6 +401,16 @@ def _steps(make: _Families, engine: EngineMetrics) -> Iterator[Metric]:
         "Decode steps by width: tokens verified per request; 1 is plain decoding.",
         ("width",),
         (((str(width),), count) for width, count in sorted(engine.steps_by_width.items())),
+    )
+    yield make.table(
+        "forerun_step_cost_seconds",
+        "Expected device time of a decode step by batch size and width, corrected while it runs.",
+        ("batch_size", "width"),
+        (
+            ((str(size), str(width)), seconds)
+            for size, costs in sorted(engine.step_costs.items())
+            for width, seconds in sorted(costs.items())
+        ),
     )
     yield make.counter(
         "forerun_request_steps", "Decode steps, counted once per request.", engine.request_steps

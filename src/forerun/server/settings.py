@@ -47,8 +47,8 @@ class ServerSettings:
     )
     admin_api_key: str | None = _setting(
         None,
-        "Key for what concerns all clients (flush_cache, abort_all), which other keys may not use"
-        f" then; or set {ADMIN_API_KEY_VARIABLE}",
+        "Key for what concerns all clients (flush_cache, abort_all, profiles), which other keys may"
+        f" not use then; or set {ADMIN_API_KEY_VARIABLE}",
     )
     allowed_hosts: str | None = _setting(
         None,
@@ -85,6 +85,9 @@ class ServerSettings:
     )
     max_files: int = _setting(100, "Most files, and most batches, per API key", int)
     max_files_bytes: int = _setting(2**30, "Most bytes of all files, per API key", int)
+    torch_profiler_dir: str | None = _setting(
+        None, "Folder for the traces of /start_profile; default: there is no profiling"
+    )
     dp_size: int = _setting(
         1, "Replicas: engines that share the requests, each on a GPU (or CPUs) of its own", int
     )

@@ -26,14 +26,18 @@ from forerun.core.errors import ConfigError, ExecutorError
 from forerun.core.executor import ExecutorInfo, PendingStep
 from forerun.core.grammar import Grammar
 from forerun.core.plan import StepPlan, StepResult
+from forerun.core.profile import ProfileParams
 from forerun.executor.ranks.join import gather_nodes
 from forerun.executor.ranks.local import LocalRanks, NodeRanks, RankGone
 from forerun.executor.ranks.messages import (
+    CHECK_PROFILE,
     DISABLE_DRAFTS,
     INFO,
     PLAN,
     PREPARE,
     RESULT,
+    START_PROFILE,
+    STOP_PROFILE,
     RemoteStep,
     compiled_body,
     message_body,
@@ -126,6 +130,16 @@ class RanksExecutor:
 
     def disable_drafts(self) -> None:
         self._send(DISABLE_DRAFTS)
+
+    def start_profile(self, params: ProfileParams) -> None:
+        """Every rank writes files of its own; other nodes need the folder too."""
+        self._send(START_PROFILE + encode(params))
+
+    def stop_profile(self) -> None:
+        self._send(STOP_PROFILE)
+
+    def check_profile(self, name: str) -> None:
+        self._ask_grammars(CHECK_PROFILE + name.encode())
 
     def close(self) -> None:
         """Ends the processes; repeated calls do nothing."""

@@ -21,6 +21,7 @@ from forerun.core.errors import ConfigError, ExecutorError
 from forerun.executor.ranks.messages import (
     CLOSE,
     CLOSE_SECONDS,
+    COMPILED,
     FAILED,
     REFUSED,
 )
@@ -181,7 +182,7 @@ class LocalRanks(NodeRanks):
 
     def receive_grammar(self) -> bytes:
         answers = [rank.grammars.recv_bytes() for rank in self.ranks]
-        return next((each for each in answers if each[:1] in (REFUSED, FAILED)), answers[0])
+        return next((each for each in answers if each[:1] != COMPILED), answers[0])
 
     def kill(self, cause: Exception) -> None:
         self._closing.set()

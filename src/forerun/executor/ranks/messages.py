@@ -1,7 +1,7 @@
 """What crosses the boundary of a rank's process: a tag byte, and a body in MessagePack.
 
 Grammars are compiled in the process too; they have a pipe and a thread of their own, so that steps
-do not wait for them.
+do not wait for them. That thread also says whether a profile is written.
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ from forerun.core.errors import BusyError, ConfigError, ExecutorError, RequestEr
 from forerun.core.plan import StepResult
 
 PLAN, DISABLE_DRAFTS, CLOSE = b"p", b"d", b"c"  # to a rank
+START_PROFILE, STOP_PROFILE = b"s", b"t"  # to a rank; the first one with `ProfileParams`
 INFO, RESULT, REFUSED, FAILED, BUSY = b"i", b"r", b"x", b"f", b"w"  # from a rank
-PREPARE = b""  # to its thread for grammars: `prepare_grammars`
+# To its thread for grammars: `prepare_grammars`, and `check_profile` with a name. No grammar begins
+# like that.
+PREPARE, CHECK_PROFILE = b"", b"?"
 COMPILED = b"g"  # from its thread for grammars, or REFUSED, BUSY or FAILED
 COMPILING_SECONDS = 30.0  # for which a grammar waits for others
 CLOSE_SECONDS = 10.0  # until a process that does not exit is killed

@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forerun.config.engine_config import EngineConfig
-from forerun.core.codec import decode_grammar, decode_plan, encode
+from forerun.core.codec import decode_grammar, decode_plan, decode_profile, encode
 from forerun.core.errors import BusyError, ConfigError, RequestError
 from forerun.core.executor import Executor
 from forerun.executor.ranks.messages import (
     BUSY,
+    CHECK_PROFILE,
     COMPILED,
     DISABLE_DRAFTS,
     FAILED,
@@ -32,6 +33,8 @@ from forerun.executor.ranks.messages import (
     PREPARE,
     REFUSED,
     RESULT,
+    START_PROFILE,
+    STOP_PROFILE,
 )
 from forerun.executor.ranks.plan_ring import PlanRing, RingReader
 from forerun.executor.tensor_parallel import config_of_rank
@@ -120,6 +123,7 @@ def _serve(task: RankTask, plans: RingReader, connection: Connection, grammars: 
     plans.spin_seconds = _spin_seconds(device.type, len(task.config.nodes.ranks))
     comm = TorchCommunicator(place, device)
     executor = build_executor(task.config, Path(task.model_path), task.overlap_depth, comm)
+    executor.recorder.rank = place.rank
     threading.Thread(target=_compile_grammars, args=(grammars, executor), daemon=True).start()
     connection.send_bytes(INFO + encode(executor.info))
     report = connection.send_bytes if place.rank == 0 else None
@@ -137,6 +141,9 @@ def _compile_grammars(connection: Connection, executor: Executor) -> None:
             if message == PREPARE:
                 executor.prepare_grammars()
                 answer = COMPILED + str(executor.info.explain["grammars"]).encode()
+            elif message[:1] == CHECK_PROFILE:
+                executor.check_profile(message[1:].decode())
+                answer = COMPILED
             else:
                 executor.compile_grammar(decode_grammar(message))
                 answer = COMPILED
@@ -181,5 +188,9 @@ def _run_plans(
             pending.append(executor.launch(decode_plan(message[1:])))
         elif message[:1] == DISABLE_DRAFTS:
             executor.disable_drafts()
+        elif message[:1] == START_PROFILE:
+            executor.start_profile(decode_profile(message[1:]))
+        elif message[:1] == STOP_PROFILE:
+            executor.stop_profile()
         else:
             return

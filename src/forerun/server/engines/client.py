@@ -18,6 +18,7 @@ from forerun.core.errors import ConfigError, RequestError
 from forerun.core.executor import ExecutorInfo
 from forerun.core.grammar import Grammar
 from forerun.core.plan import GRAMMAR_ERROR
+from forerun.core.profile import ProfileParams
 from forerun.core.request import QUEUE_TIMEOUT, FinishReason
 from forerun.engine.metrics import EngineMetrics
 from forerun.server.engines.backoff import MAX_QUICK_DEATHS, Backoff
@@ -29,7 +30,9 @@ from forerun.server.engines.messages import (
     NewRequest,
     Query,
     Reply,
+    StartProfile,
     Step,
+    StopProfile,
     Submit,
     ToEngine,
 )
@@ -246,6 +249,24 @@ class EngineClient:
             EngineUnavailable: as `query`.
         """
         await self._ask(lambda number: Compile(number, grammar, client))
+
+    async def start_profile(self, params: ProfileParams) -> None:
+        """Records steps of the engine.
+
+        Raises:
+            RequestError: a profile is running.
+            EngineUnavailable: as `query`.
+        """
+        await self._ask(lambda number: StartProfile(number, params))
+
+    async def stop_profile(self) -> None:
+        """Ends the profile, and waits until its files are written.
+
+        Raises:
+            RequestError: none is running, or its files cannot be written.
+            EngineUnavailable: as `query`.
+        """
+        await self._ask(StopProfile)
 
     async def _ask(self, question: Callable[[int], ToEngine]) -> dict[str, Any]:
         link, number = self._ready(), next(self._numbers)

@@ -13,6 +13,7 @@ import msgspec
 from forerun.core.executor import ExecutorInfo
 from forerun.core.grammar import Grammar
 from forerun.core.logprobs import LogprobParams, TokenLogprobs
+from forerun.core.profile import ProfileParams
 from forerun.core.request import FinishReason
 from forerun.core.sampling_params import SamplingParams
 from forerun.core.scheduling_params import DEFAULT_SCHEDULING, SchedulingParams
@@ -73,6 +74,19 @@ class Compile(_Message, frozen=True):
     client: str = ""  # who asks for it
 
 
+class StartProfile(_Message, frozen=True):
+    """Record steps from now on; answered by a `Reply` between two steps."""
+
+    number: int
+    params: ProfileParams
+
+
+class StopProfile(_Message, frozen=True):
+    """End the profile; answered by a `Reply` once its files are written."""
+
+    number: int
+
+
 class Ping(_Message, frozen=True):
     """Asks for a sign of life, a `Pong`, between two steps."""
 
@@ -120,7 +134,7 @@ class Step(_Message, frozen=True):
 
 
 class Reply(_Message, frozen=True):
-    """The answer to a `Query` or `Compile`: a value, or why there is none."""
+    """The answer to a question: a value, or why there is none."""
 
     number: int
     value: dict[str, Any] | None
@@ -132,7 +146,7 @@ class Pong(_Message, frozen=True):
     """The answer to a `Ping`."""
 
 
-ToEngine = Submit | Finish | Abort | Query | Compile | Ping | Shutdown
+ToEngine = Submit | Finish | Abort | Query | Compile | StartProfile | StopProfile | Ping | Shutdown
 FromEngine = Ready | Refused | Step | Reply | Pong
 
 encode = msgspec.msgpack.Encoder().encode

@@ -16,6 +16,7 @@ import signal
 import threading
 import time
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -29,7 +30,6 @@ from forerun.engine.engine import Engine
 from forerun.engine.metrics import EngineMetrics
 from forerun.platform.signals import without_ctrl_c
 from forerun.platform.stacks import offer_stacks
-from forerun.server.engines.compilations import Compilations
 from forerun.server.engines.messages import (
     Abort,
     Advance,
@@ -43,17 +43,20 @@ from forerun.server.engines.messages import (
     Refused,
     Reply,
     Shutdown,
+    StartProfile,
     Step,
+    StopProfile,
     Submit,
     ToEngine,
     decode_to_engine,
     encode,
 )
+from forerun.server.engines.slow_answers import SlowAnswers
 from forerun.server.logs import set_up_logging
 
 log = logging.getLogger("forerun")
 MAX_FAILURES = 3  # failed steps in a row
-COMPILING_SECONDS = 0.005  # between two looks for messages, while only grammars are compiled
+ANSWERING_SECONDS = 0.005  # between two looks for messages, while only threads work
 METRICS_SECONDS = 0.25  # between two snapshots while requests run
 
 
@@ -89,6 +92,7 @@ def run_engine(task: EngineTask) -> None:
     if task.cpus:
         os.sched_setaffinity(0, task.cpus)
     threading.Thread(target=_end_with_parent, args=(task.folder,), daemon=True).start()
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own lines are no log
     set_up_logging(task.config.log_level, task.log_format)
     context = zmq.Context()
     inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
@@ -175,7 +179,7 @@ class EngineServer:
     def __init__(self, engine: Engine, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes]) -> None:
         self._engine, self._inbox, self._outbox = engine, inbox, outbox
         self._running: dict[str, _Running] = {}
-        self._compilations = Compilations(engine.executor)
+        self._slow_answers = SlowAnswers()
         self._stopping = False
         self._failures = 0  # steps in a row
         self._metrics_due = 0.0  # time.monotonic()
@@ -188,21 +192,21 @@ class EngineServer:
             if self._running:
                 self._step()
         self._drop(list(self._running), "the server was stopped")
-        self._compilations.close()
+        self._slow_answers.close()
         self._engine.drain()
 
     def _receive(self) -> None:
         """Takes all messages that have arrived; waits for one if nothing runs."""
         while not self._stopping:
-            for reply in self._compilations.replies():
+            for reply in self._slow_answers.replies():
                 self._outbox.send(encode(reply))
-            busy = self._running or self._compilations
+            busy = self._running or self._slow_answers
             try:
                 data = self._inbox.recv(zmq.NOBLOCK if busy else 0)
             except zmq.Again:
                 if self._running:
                     return
-                self._compilations.wait(COMPILING_SECONDS)
+                self._slow_answers.wait(ANSWERING_SECONDS)
                 continue
             self._take(decode_to_engine(data))
 
@@ -221,8 +225,11 @@ class EngineServer:
                 self._drop(rids, "aborted by the user")
             case Query(number=number, what=what):
                 self._outbox.send(encode(self._answer(number, what)))
-            case Compile():
-                self._compilations.start(message)
+            case Compile(number=number, grammar=grammar, client=client):
+                compile_grammar = partial(self._engine.executor.compile_grammar, grammar, client)
+                self._slow_answers.start(number, grammar, compile_grammar)
+            case StartProfile() | StopProfile():
+                self._profile(message)
             case Ping():
                 self._outbox.send(encode(Pong()))
             case Shutdown():
@@ -257,6 +264,18 @@ class EngineServer:
         except RequestError as error:
             return Reply(number, None, str(error))
         raise AssertionError(what)
+
+    def _profile(self, message: StartProfile | StopProfile) -> None:
+        profiling, number = self._engine.profiling, message.number
+        try:
+            if isinstance(message, StartProfile):
+                profiling.start(message.params)
+                self._outbox.send(encode(Reply(number, {})))
+            else:
+                params = profiling.stop()
+                self._slow_answers.start(number, params, partial(profiling.wait_written, params))
+        except RequestError as error:
+            self._outbox.send(encode(Reply(number, None, str(error))))
 
     def _step(self) -> None:
         """One step. An exception ends all running requests with it; the engine continues.

@@ -10,12 +10,14 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from forerun.config.engine_config import EngineConfig
 from forerun.core.executor import ExecutorInfo
 from forerun.core.grammar import Grammar
+from forerun.core.profile import ProfileParams
 from forerun.engine.metrics import EngineMetrics, combined
 from forerun.engine.requests import RequestFactory
 from forerun.server.engines.client import EngineClient, EngineState, Running
@@ -230,10 +232,7 @@ class Replicas:
             RequestError: one cannot do that now.
             EngineUnavailable: none serves at the moment.
         """
-        serving = [client for client in self.clients if client.state is EngineState.READY]
-        if not serving:
-            raise EngineUnavailable(f"The engine is {self.state.value}; try again later.")
-        asked = [client.query(what) for client in serving]
+        asked = [client.query(what) for client in self._serving()]
         answers = await asyncio.gather(*asked, return_exceptions=True)
         given = [answer for answer in answers if isinstance(answer, dict)]
         errors = [answer for answer in answers if isinstance(answer, BaseException)]
@@ -241,6 +240,44 @@ class Replicas:
             if not given or not isinstance(error, EngineUnavailable):
                 raise error
         return given
+
+    def _serving(self) -> list[EngineClient]:
+        serving = [client for client in self.clients if client.state is EngineState.READY]
+        if not serving:
+            raise EngineUnavailable(f"The engine is {self.state.value}; try again later.")
+        return serving
+
+    async def start_profile(self, params: ProfileParams) -> None:
+        """Records steps of every replica that serves, or of none. Errors are those of `query`."""
+        serving = self._serving()
+        for at, client in enumerate(serving):
+            name = params.name
+            if len(self.clients) > 1:
+                name += f"-DP-{self.clients.index(client)}"
+            try:
+                await client.start_profile(replace(params, name=name))
+            except BaseException:
+                await asyncio.gather(
+                    *(c.stop_profile() for c in serving[:at]), return_exceptions=True
+                )
+                raise
+
+    async def stop_profile(self) -> list[str]:
+        """Ends the profile, and waits until its files are written.
+
+        Returns:
+            What went wrong on some replicas: one that was started again in between has no profile.
+
+        Raises:
+            RequestError: none is running, or its files cannot be written.
+            EngineUnavailable: none serves at the moment.
+        """
+        stopping = [client.stop_profile() for client in self._serving()]
+        results = await asyncio.gather(*stopping, return_exceptions=True)
+        errors = [result for result in results if result is not None]
+        if len(errors) == len(results):
+            raise errors[0]
+        return [str(error) for error in errors]
 
     async def flush_cache(self) -> None:
         """Empties all prefix caches; errors as of `query`."""

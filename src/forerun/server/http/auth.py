@@ -16,7 +16,13 @@ OPEN_PATHS = (*HEALTH_PATHS, *FILES)  # where links go
 # What a key's limits do not count: it must be able to look, and to end what it has started.
 UNCOUNTED_METHODS = ("GET", "HEAD", "OPTIONS", "DELETE")
 CANCEL = "/cancel"  # the last part of such paths, too
-UNCOUNTED_PATHS = ("/abort_request", "/flush_cache", "/reset_prefix_cache")
+UNCOUNTED_PATHS = (
+    "/abort_request",
+    "/flush_cache",
+    "/reset_prefix_cache",
+    "/start_profile",
+    "/stop_profile",
+)
 COUNTED_PATHS = ("/health_generate",)  # whatever the method: it generates a token
 
 

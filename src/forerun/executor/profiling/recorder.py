@@ -1,0 +1,140 @@
+"""Records the steps of this process with PyTorch's profiler, and writes traces and tables of them.
+
+Recording begins and ends between two steps, in the thread that launches them. What is written then
+is split and compressed by a process of its own (`report_process.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from forerun.core.errors import BusyError, RequestError
+from forerun.core.plan import StepPlan
+from forerun.core.profile import CPU, DECODE_STEP, GPU, MIXED_STEP, PREFILL_STEP, ProfileParams
+from forerun.executor.profiling import report_process
+from forerun.platform.limited_process import (
+    LimitedProcess,
+    ProcessEndedError,
+    ProcessTimeoutError,
+)
+
+REPORT_SECONDS = 600.0  # until a report that is not written is given up
+_ACTIVITIES = {
+    CPU: torch.profiler.ProfilerActivity.CPU,
+    GPU: torch.profiler.ProfilerActivity.CUDA,
+}
+
+
+class StepRecorder:
+    """One recording at a time. Errors of the profiler and of the files are kept for `check`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.rank = 0  # in the names of files
+        self._profiler: torch.profiler.profile | None = None
+        self._params: ProfileParams | None = None
+        self._ended: str | None = None  # name of the last one
+        self._writing: list[threading.Thread] = []
+        self._error: str | None = None  # the first one since the last `check`
+
+    def start(self, params: ProfileParams) -> None:
+        """Records from the next step on."""
+        names = [n for n in params.activities if n == CPU or self._device.type == "cuda"]
+        self._params = params
+        profiler = torch.profiler.profile(
+            # The marks of steps are activities of the CPU.
+            activities={_ACTIVITIES[name] for name in (*names, CPU)},
+            record_shapes=params.record_shapes,
+            with_stack=params.with_stack,
+            acc_events=True,
+        )
+        self._wait_for_device()  # steps in flight are not recorded
+        try:
+            profiler.start()
+        except RuntimeError as error:
+            self._failed(f"PyTorch's profiler does not start: {error}")
+            return
+        self._profiler = profiler
+
+    def step(self, plan: StepPlan) -> AbstractContextManager[object]:
+        """Surrounds the launch of a step."""
+        if self._profiler is None:
+            return nullcontext()
+        kind = PREFILL_STEP
+        if plan.decode:
+            kind = MIXED_STEP if plan.prefill else DECODE_STEP
+        return torch.profiler.record_function(kind)
+
+    def stop(self) -> None:
+        """Ends the recording, and writes it. Waits for the device."""
+        profiler, params = self._profiler, self._params
+        self._profiler = None
+        assert params is not None, "`start` is called before `stop`"
+        try:
+            if profiler is not None:
+                self._write(profiler, params)
+        finally:
+            self._ended = params.name
+
+    def _write(self, profiler: torch.profiler.profile, params: ProfileParams) -> None:
+        self._wait_for_device()
+        stem = Path(params.folder) / f"{params.name}-TP-{self.rank}"
+        raw = stem.with_name(f".{stem.name}.json")
+        try:
+            profiler.stop()
+            stem.parent.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(raw))
+        except (RuntimeError, OSError) as error:
+            self._failed(f"The trace {stem} cannot be written: {error}")
+            return
+        thread = threading.Thread(target=self._report, args=(raw, stem, params), daemon=True)
+        self._writing = [each for each in self._writing if each.is_alive()] + [thread]
+        thread.start()
+
+    def check(self, name: str) -> None:
+        """Any thread may call it. `name`: of the recording that was stopped last.
+
+        Raises:
+            BusyError: files are still being written.
+            RequestError: something was not recorded or not written.
+        """
+        if self._ended != name or any(thread.is_alive() for thread in self._writing):
+            raise BusyError("The profile is still being written; try again later.")
+        error, self._error = self._error, None
+        if error is not None:
+            raise RequestError(error)
+
+    def _wait_for_device(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _failed(self, message: str) -> None:
+        self._error = self._error or message
+
+    def _report(self, raw: Path, stem: Path, params: ProfileParams) -> None:
+        """Body of a thread."""
+        task = {
+            "raw": str(raw),
+            "stem": str(stem),
+            "device": _name(self._device),
+            "params": asdict(params),
+        }
+        try:
+            process = LimitedProcess(str(report_process.__file__))
+            answer = process.ask(json.dumps(task).encode(), REPORT_SECONDS)
+            process.close()
+        except (ProcessTimeoutError, ProcessEndedError) as error:
+            answer = str(error).encode()
+        if answer:
+            raw.unlink(missing_ok=True)
+            self._failed(f"The trace {stem} cannot be written: {answer.decode()}.")
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"

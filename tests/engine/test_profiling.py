@@ -1,0 +1,106 @@
+"""When a profile begins and ends, over an executor that only counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from forerun.core.errors import BusyError, RequestError
+from forerun.core.plan import DecodeRequest, PrefillChunk, StepPlan
+from forerun.core.profile import ProfileParams
+from forerun.engine import profiling
+from forerun.engine.profiling import MAX_SECONDS, MAX_STEPS, Profiling
+
+DECODE = StepPlan(decode=[DecodeRequest(0, 8)])
+PREFILL = StepPlan(prefill=[PrefillChunk(0, 0, 4, True)])
+MIXED = StepPlan(decode=DECODE.decode, prefill=PREFILL.prefill)
+
+
+class Recording:
+    """Which steps an executor would record."""
+
+    def __init__(self) -> None:
+        self.profiling = Profiling(self)  # type: ignore[arg-type]  # it calls no other method
+        self.on = False
+        self.stops = 0
+        self.busy = 2  # answers until the files are written
+        self.steps: list[int] = []
+        self.count = 0
+
+    def start_profile(self, params: ProfileParams) -> None:
+        assert not self.on
+        self.on = True
+
+    def stop_profile(self) -> None:
+        assert self.on
+        self.on, self.stops = False, self.stops + 1
+
+    def check_profile(self, name: str) -> None:
+        assert name == "p"
+        self.busy -= 1
+        if self.busy >= 0:
+            raise BusyError("later")
+
+    def run(self, *plans: StepPlan) -> None:
+        for plan in plans:
+            self.profiling.before_step()
+            if self.on:
+                self.steps.append(self.count)
+            self.count += 1
+            self.profiling.after_step(plan)
+
+
+def params(
+    num_steps: int | None = None, start_step: int = 0, by_stage: bool = False
+) -> ProfileParams:
+    return ProfileParams("folder", "p", num_steps, start_step, by_stage=by_stage)
+
+
+@pytest.mark.parametrize(
+    ("given", "plans", "want"),
+    [
+        (params(2), [PREFILL, DECODE, DECODE], [0, 1]),
+        (params(2, start_step=1), [PREFILL, DECODE, DECODE, DECODE], [1, 2]),
+        (params(1, by_stage=True), [PREFILL, MIXED, DECODE, DECODE], [0, 1, 2]),
+        (
+            params(2, by_stage=True),
+            [DECODE, DECODE, DECODE, MIXED, PREFILL, DECODE],
+            [0, 1, 2, 3, 4],
+        ),
+        (params(), [DECODE] * (MAX_STEPS + 2), list(range(MAX_STEPS))),
+        (params(MAX_STEPS, by_stage=True), [DECODE] * (MAX_STEPS + 2), list(range(MAX_STEPS))),
+    ],
+)
+def test_recorded_steps(given: ProfileParams, plans: list[StepPlan], want: list[int]) -> None:
+    recording = Recording()
+    recording.profiling.start(given)
+    recording.run(*plans)
+    assert (recording.steps, recording.on, recording.stops) == (want, False, 1)
+    assert recording.profiling.stop() == given  # once, though it has ended
+    with pytest.raises(RequestError, match="No profile is running"):
+        recording.profiling.stop()
+
+
+def test_a_profile_ends_after_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    clock: Callable[[], float] = lambda: now[0]  # noqa: E731
+    monkeypatch.setattr(profiling.time, "monotonic", clock)
+    recording = Recording()
+    recording.profiling.start(params())
+    recording.run(DECODE)
+    now[0] += MAX_SECONDS + 1
+    recording.run(DECODE)
+    assert (recording.steps, recording.on) == ([0], False)
+    recording.profiling.start(params())
+    now[0] += MAX_SECONDS + 1  # no step in between
+    recording.profiling.start(params())
+    assert recording.stops == 2 and recording.on
+
+
+def test_the_files_are_waited_for() -> None:
+    recording = Recording()
+    recording.profiling.start(params())
+    recording.run(DECODE)
+    recording.profiling.wait_written(recording.profiling.stop())
+    assert recording.busy < 0
