@@ -53,9 +53,16 @@ CASES = [
         dict.fromkeys(("logits_ptr", "x_ptr", "weight_ptr"), "*bf16")
         | {"best_ptr": "*fp32", "column_ptr": "*i32"}
         | dict.fromkeys(("batch", "vocab", "stride"), "i32"),
-        {"RANK": 256, "BLOCK_B": 16, "BLOCK_V": best_token.BLOCK_V},
+        {
+            "RANK": 256,
+            "BLOCK_B": 16,
+            "BLOCK_V": best_token.BLOCK_V,
+            "BACKWARD": True,
+            "PREFETCH": 1024,
+            "LINE": 64,
+        },
         options={"num_warps": 4, "num_stages": 4},
-        hip_constants={"BLOCK_V": best_token.BLOCK_V // 2},
+        hip_constants={"BLOCK_V": best_token.BLOCK_V // 2, "PREFETCH": 512},
         hip_options={"num_stages": 2, "num_warps": 8},
         matrix=True,
         spill_bytes=400,  # gfx1100; the others have none

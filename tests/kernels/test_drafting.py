@@ -48,9 +48,10 @@ def test_top_columns_of_nothing(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize(("batch", "vocab", "rank"), [(1, 200, 16), (5, 1000, 64), (17, 333, 32)])
 def test_best_corrected(
-    batch: int, vocab: int, rank: int, dtype: torch.dtype, device: torch.device
+    batch: int, vocab: int, rank: int, backward: bool, dtype: torch.dtype, device: torch.device
 ) -> None:
     if dtype == torch.bfloat16 and device.type == "cpu":
         pytest.skip("Triton's interpreter multiplies no bfloat16 matrices")
@@ -61,18 +62,22 @@ def test_best_corrected(
     logits[0, 3] = torch.nan
     assert best_token.fits_best_corrected(x, weight)
     table = _random(vocab, rank, device=device, seed=3).to(dtype)
-    got, taken = best_token.best_corrected(logits, x, weight, table)
+    got, taken = best_token.best_corrected(logits, x, weight, table, backward)
     assert torch.equal(taken, table[got])
     scores = (logits.double() + x.double() @ weight.double().T).nan_to_num(nan=float("-inf"))
     found = scores.gather(1, got.unsqueeze(1)).squeeze(1)
     torch.testing.assert_close(found, scores.amax(1), rtol=1e-6, atol=1e-4)
 
 
-def test_equal_scores_give_the_lowest_column(device: torch.device) -> None:
+@pytest.mark.parametrize("backward", [False, True])
+def test_equal_scores_give_the_lowest_column(backward: bool, device: torch.device) -> None:
     logits = torch.zeros(2, 700, device=device)
     logits[1, [650, 300, 301]] = 1.0
     x, weight = torch.zeros(2, 16, device=device), torch.zeros(700, 16, device=device)
-    assert best_token.best_corrected(logits, x, weight, weight)[0].tolist() == [0, 300]
+    found, _ = best_token.best_corrected(logits, x, weight, weight, backward)
+    assert found.tolist() == [0, 300]
+    nothing = torch.full_like(logits, -torch.inf)
+    assert best_token.best_corrected(nothing, x, weight, weight, backward)[0].tolist() == [0, 0]
     pool = torch.arange(700, device=device).flip(0).expand(2, -1).contiguous()
     assert best_token.best_in_pool(logits.flip(1), x, pool, weight).tolist() == [0, 300]
 

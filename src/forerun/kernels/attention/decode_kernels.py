@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from forerun.kernels.runtime.fp8 import decode_e4m3
 from forerun.kernels.runtime.jit import jit, tl
+from forerun.kernels.runtime.pdl import prefetch_lines
 
 
 @jit
@@ -174,13 +175,6 @@ def _lines_of(
 
 
 @jit
-def _prefetch(addresses):
-    """Prefetches the lines of addresses into L2 (CUDA)."""
-    instruction: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
-    tl.inline_asm_elementwise(instruction, "=r,l", [addresses], tl.int32, is_pure=False, pack=1)
-
-
-@jit
 def prefetch_kv(
     k_ptr, v_ptr, table, first, high,
     PAGE_SIZE: tl.constexpr, INT64_OFFSETS: tl.constexpr, ROW: tl.constexpr, DIM: tl.constexpr,
@@ -191,8 +185,8 @@ def prefetch_kv(
         table, first, high, k_ptr.dtype.element_ty.primitive_bitwidth,
         PAGE_SIZE, INT64_OFFSETS, ROW, DIM, BLOCK_D, PREFETCH_LEN,
     )  # fmt: skip
-    _prefetch(k_ptr + at)
-    _prefetch(v_ptr + at)
+    prefetch_lines(k_ptr + at)
+    prefetch_lines(v_ptr + at)
 
 
 @jit
@@ -206,7 +200,7 @@ def prefetch_latent(
         table, first, high, pool.dtype.element_ty.primitive_bitwidth,
         PAGE_SIZE, INT64_OFFSETS, ROW, ROW, BLOCK_ROW, PREFETCH_LEN,
     )  # fmt: skip
-    _prefetch(pool + at)
+    prefetch_lines(pool + at)
 
 
 @jit

@@ -4,6 +4,9 @@
 A Markov head's row adds W2 x to the row's logits, and only the best column is wanted. So the CTAs
 stream W2 once, each keeps its best, and a second kernel takes the best of these. Domino's pool is
 the same with a matrix per request.
+
+A block's rows read W2 in alternate directions: what one has read last is in the L2 cache still, and
+the next begins with it. Its first tiles are loaded before the preceding kernel has ended (PDL).
 """
 
 from __future__ import annotations
@@ -13,11 +16,13 @@ from torch import Tensor
 
 from forerun.kernels.runtime.gpu import gpu_of, next_power_of_2
 from forerun.kernels.runtime.jit import jit, tl
-from forerun.kernels.runtime.pdl import pdl_options
+from forerun.kernels.runtime.pdl import pdl_options, prefetch_lines
 
 MAX_BATCH = 64  # requests of `best_corrected`: their x stays in registers
 MAX_RANK = 512
 BLOCK_V = 64  # columns of a tile
+AHEAD = 4  # tiles that a CTA requests before the preceding kernel has ended
+LINE = 128  # bytes of a line of the L2 cache
 POOL_BLOCK = 32
 
 
@@ -30,7 +35,7 @@ def fits_best_corrected(x: Tensor, weight: Tensor) -> bool:
 
 
 def best_corrected(
-    logits: Tensor, x: Tensor, weight: Tensor, table: Tensor
+    logits: Tensor, x: Tensor, weight: Tensor, table: Tensor, backward: bool = False
 ) -> tuple[Tensor, Tensor]:
     """The column of the largest logits + weight x, on a GPU, and its row of `table`.
 
@@ -39,6 +44,7 @@ def best_corrected(
         x: [B, r]; `fits_best_corrected`.
         weight: [V, r].
         table: [V, r], contiguous.
+        backward: read `weight` from its end.
 
     Returns:
         columns [B] int64, the lowest of equals, 0 where all are NaN or -inf; table[columns] [B, r].
@@ -51,7 +57,8 @@ def best_corrected(
     stages = 2 if gpu.amd or rank > 256 else 4
     _corrected[(parts,)](
         logits, x.contiguous(), weight, best, column, batch, vocab, logits.stride(0),
-        RANK=rank, BLOCK_B=max(16, next_power_of_2(batch)), BLOCK_V=tile,
+        RANK=rank, BLOCK_B=max(16, next_power_of_2(batch)), BLOCK_V=tile, BACKWARD=backward,
+        PREFETCH=AHEAD * tile * rank * weight.itemsize // LINE, LINE=LINE // weight.itemsize,
         num_warps=8 if gpu.amd else 4, num_stages=stages, **pdl_options(x),
     )  # fmt: skip
     taken = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -102,22 +109,47 @@ def _best_of(
 
 
 @jit
+def _tile(step, tiles, BACKWARD: tl.constexpr):
+    """The tile that is read at a step of a pass over all `tiles`."""
+    tile = step
+    if BACKWARD:
+        tile = tiles - 1 - step
+    return tile
+
+
+@jit
+def _prefetch_tiles(
+    weight_ptr, vocab, part, parts, RANK: tl.constexpr, BLOCK_V: tl.constexpr,
+    BACKWARD: tl.constexpr, PREFETCH: tl.constexpr, LINE: tl.constexpr,
+):  # fmt: skip
+    """Requests PREFETCH lines, of LINE elements, of a CTA's first tiles."""
+    element = tl.arange(0, PREFETCH) * LINE
+    step = part + element // (BLOCK_V * RANK) * parts
+    tile = _tile(step, tl.cdiv(vocab, BLOCK_V), BACKWARD).to(tl.int64)
+    at = tile * (BLOCK_V * RANK) + element % (BLOCK_V * RANK)
+    prefetch_lines(weight_ptr + tl.minimum(tl.maximum(at, 0), vocab.to(tl.int64) * RANK - 1))
+
+
+@jit
 def _corrected(
     logits_ptr, x_ptr, weight_ptr, best_ptr, column_ptr, batch, vocab, stride,
-    RANK: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
+    RANK: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_V: tl.constexpr, BACKWARD: tl.constexpr,
+    PREFETCH: tl.constexpr, LINE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A CTA takes every num_programs-th tile of columns and keeps each request's best."""
+    part, parts = tl.program_id(0), tl.num_programs(0)
+    tiles = tl.cdiv(vocab, BLOCK_V)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+        _prefetch_tiles(weight_ptr, vocab, part, parts, RANK, BLOCK_V, BACKWARD, PREFETCH, LINE)
         tl.extra.cuda.gdc_wait()
-    part, parts = tl.program_id(0), tl.num_programs(0)
     b, r = tl.arange(0, BLOCK_B), tl.arange(0, RANK)
     served = b < batch
     x = tl.load(x_ptr + r[:, None] + b[None, :] * RANK, mask=served[None, :], other=0.0)
     best = tl.full([BLOCK_B], float("-inf"), tl.float32)
     column = tl.zeros([BLOCK_B], tl.int32)
-    for tile in range(part, tl.cdiv(vocab, BLOCK_V), parts):
-        v = tile * BLOCK_V + tl.arange(0, BLOCK_V)
+    for step in range(part, tiles, parts):
+        v = _tile(step, tiles, BACKWARD) * BLOCK_V + tl.arange(0, BLOCK_V)
         inside = v < vocab
         at = v.to(tl.int64)[:, None] * RANK + r[None, :]
         weight = tl.load(weight_ptr + at, mask=inside[:, None], other=0.0)
@@ -129,6 +161,8 @@ def _corrected(
         largest = tl.max(scores, 0)
         first = tl.min(tl.where(scores == largest[None, :], v[:, None], vocab), 0)
         better = largest > best
+        if BACKWARD:
+            better |= (largest == best) & (largest > float("-inf"))
         best = tl.where(better, largest, best)
         column = tl.where(better, first, column)
     tl.store(best_ptr + part * batch + b, best, mask=served)

@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
 """Programmatic dependent launch (PDL): a kernel starts before its predecessor has finished.
 
 A kernel that supports PDL takes a constexpr `PDL`. If it is set, the kernel calls
@@ -32,6 +33,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forerun.kernels.runtime.jit import jit, tl
+
 
 def pdl_options(tensor: Tensor) -> dict[str, Any]:
     """Launch keywords: the constexpr `PDL` and, on NVIDIA GPUs from sm_90 on, `launch_pdl`."""
@@ -44,3 +47,10 @@ def pdl_options(tensor: Tensor) -> dict[str, Any]:
 @cache
 def _supports_pdl(index: int) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(index) >= (9, 0)
+
+
+@jit
+def prefetch_lines(addresses):
+    """Prefetches the 128-byte lines of addresses into the L2 cache (CUDA), before the wait."""
+    instruction: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
+    tl.inline_asm_elementwise(instruction, "=r,l", [addresses], tl.int32, is_pure=False, pack=1)

@@ -153,7 +153,7 @@ class DSparkHead(DraftHead):
             x, state = markov.step(before[-1], hidden[:, i], state)
             if fused:
                 tables = markov.markov_w2.weight, markov.markov_w1.weight
-                token, taken = best_corrected(base[:, i], x, *tables)
+                token, taken = best_corrected(base[:, i], x, *tables, backward=i % 2 == 1)
             else:
                 bias = markov.markov_w2(x)
                 own = None if columns is None else columns[:, i : i + 1]
