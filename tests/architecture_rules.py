@@ -71,6 +71,7 @@ HOST_READS = {
     "executor/device_executor.py:PendingDeviceStep._read": "fetches a step's tokens, a step later",
     "executor/step/clock.py:StepClock.wait": "called by `result`",
     "executor/step/logprob_results.py:read_logprobs": "called by `result`; its copies have arrived",
+    "executor/step/pooling.py:PoolCopy.of_prefill": "called by `result`; its copy has arrived",
     "executor/step/reliability.py:confidence_counts": "called by `result`; its copy has arrived",
     "executor/layout_check.py:warning": "called by `result`; its copy has arrived",
     "executor/step/timing.py:StepTimer.unix": "called by `result`; its copy has arrived",

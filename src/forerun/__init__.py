@@ -15,12 +15,14 @@ if TYPE_CHECKING:
     from forerun.core.errors import ConfigError, ForerunError, RequestError
     from forerun.core.sampling_params import SamplingParams
     from forerun.core.version import __version__
-    from forerun.llm import LLM, RequestOutput
+    from forerun.llm import LLM, EmbeddingOutput, PoolingParams, RequestOutput
 
 __all__ = [
     "LLM",
     "ConfigError",
+    "EmbeddingOutput",
     "ForerunError",
+    "PoolingParams",
     "RequestError",
     "RequestOutput",
     "SamplingParams",
@@ -30,7 +32,9 @@ __all__ = [
 _MODULES = {
     "LLM": "forerun.llm",
     "ConfigError": "forerun.core.errors",
+    "EmbeddingOutput": "forerun.llm",
     "ForerunError": "forerun.core.errors",
+    "PoolingParams": "forerun.llm",
     "RequestError": "forerun.core.errors",
     "RequestOutput": "forerun.llm",
     "SamplingParams": "forerun.core.sampling_params",

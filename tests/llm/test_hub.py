@@ -23,6 +23,7 @@ from forerun.config.engine_config import EngineConfig
 from forerun.llm.download_progress import SECONDS_PER_LINE, DownloadProgress
 from forerun.llm.hub import HubModel, parse, with_local_paths
 from forerun.main import run
+from forerun.models.embedding_layout import EmbeddingLayout, embedding_layout
 from forerun.models.safetensors_files import INDEX
 from tests.cli.support import PAIR, needs_pair
 from tests.golden_engine import CASES, GOLDEN
@@ -37,6 +38,12 @@ GENERATE = (
     *("--dtype", "float32", "--device", "cpu", "--max-total-tokens", "1024", "--json"),
     "--skip-tokenizer-init",
 )
+# Of sentence-transformers, and another format of the same model.
+SENTENCES = {
+    "modules.json": b'[{"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"}]',
+    "1_Pooling/config.json": b'{"pooling_mode_mean_tokens": true}',
+    "onnx/config.json": b"{}",
+}
 DRAFT = ("--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", "acme/draft")
 
 
@@ -88,6 +95,7 @@ def repos() -> dict[str, Repo]:
         "acme/base": Repo({"main": pickled, "v1": sharded(GOLDEN / "target")}),
         "acme/draft": Repo({"main": draft}),
         "acme/named": Repo({"main": {"config.json": config, "weights.safetensors": b"x"}}),
+        "acme/embedding": Repo({"main": {**folder_files(GOLDEN / "target"), **SENTENCES}}),
         "acme/odd": Repo({"main": {"config.json": config, INDEX: odd, "run.py": b"code"}}),
         "acme/gguf": Repo({"main": gguf_files()}),
         "acme/gated": Repo({"main": folder_files(GOLDEN / "target")}, gated=True),
@@ -277,6 +285,15 @@ def test_only_what_is_needed(hub: Hub, shell: Shell) -> None:
     assert unused["speculative_draft_model_path"] == "acme/nothing"
     # Weights of any name, where there is neither an index nor model.safetensors.
     assert (Path(other["model_path"]) / "weights.safetensors").is_file()
+
+
+def test_how_embeddings_are_pooled_comes_along(hub: Hub, shell: Shell) -> None:
+    """Of subfolders only the config of pooling."""
+    (found,) = shell.resolve({"model_path": "acme/embedding"})
+    folder = Path(found["model_path"])
+    assert embedding_layout(folder, folder) == EmbeddingLayout("mean", False, True)
+    assert "1_Pooling/config.json" in hub.downloads("acme/embedding")
+    assert not [name for name in hub.downloads("acme/embedding") if name.startswith("onnx/")]
 
 
 def test_without_a_network(tmp_path: Path) -> None:

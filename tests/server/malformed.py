@@ -51,6 +51,9 @@ BASES = {
         "max_tokens": "2",
         "temperature": "0",
     },
+    "/v1/embeddings": {"input": '"x"'},
+    "/v1/rerank": {"query": '"x"', "documents": '["x"]'},
+    "/v1/score": {"text_1": '"x"', "text_2": '"x"'},
     "/v1/conversations": {"items": '[{"role": "user", "content": "x"}]'},
 }
 # Places inside fields: (path, field, text with a value's place).
@@ -101,7 +104,7 @@ _BLOCKS = (
     ', {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": %s}]}]',
 )
 _COMPLETION, _CHAT, _RESPONSE, _GENERATE = list(BASES)[:4]
-_MESSAGE, _CONVERSATION = list(BASES)[-2:]
+_MESSAGE, _EMBEDDING, _RERANK, _SCORE, _CONVERSATION = list(BASES)[-5:]
 PLACES: list[tuple[str, str, str]] = [
     *((_CHAT, "messages", text) for text in _MESSAGES),
     *((_CHAT, "response_format", text) for text in _FORMATS),
@@ -123,6 +126,12 @@ PLACES: list[tuple[str, str, str]] = [
     (_RESPONSE, "conversation", '{"id": %s}'),
     *((_MESSAGE, "messages", text) for text in _BLOCKS),
     (_MESSAGE, "system", "[%s]"),
+    (_EMBEDDING, "input", "[%s]"),
+    (_EMBEDDING, "input", "[[%s]]"),
+    (_EMBEDDING, "input", '["x", %s]'),
+    (_RERANK, "documents", "[%s]"),
+    (_RERANK, "documents", '[{"text": %s}]'),
+    (_SCORE, "text_2", "[%s]"),
     (_MESSAGE, "tools", "[%s]"),
     (_MESSAGE, "tools", '[{"name": "a", "input_schema": %s}]'),
     (_MESSAGE, "tool_choice", '{"type": "tool", "name": %s}'),
@@ -185,6 +194,7 @@ def _wrong_types() -> Iterator[Request]:
     from forerun.server.native import generate as native
     from forerun.server.openai import protocol as openai_protocol
     from forerun.server.openai import responses_protocol, tokenize
+    from forerun.server.pooling import embeddings, rerank, score
 
     models: dict[str, Any] = {
         _COMPLETION: openai_protocol.CompletionRequest,
@@ -192,6 +202,9 @@ def _wrong_types() -> Iterator[Request]:
         _RESPONSE: responses_protocol.ResponsesRequest,
         _GENERATE: native.GenerateRequest,
         "/tokenize": tokenize.TokenizeRequest,
+        _EMBEDDING: embeddings.EmbeddingRequest,
+        _RERANK: rerank.RerankRequest,
+        _SCORE: score.ScoreRequest,
     }
     places = [
         (path, name, "%s")

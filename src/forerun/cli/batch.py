@@ -36,7 +36,7 @@ def batch(source: Source, output: Output, *, server: Values, engine: Values) -> 
     """Answers the requests of a file, in OpenAI's batch format.
 
     A line of INPUT is {"custom_id", "method": "POST", "url", "body"}; url is /v1/chat/completions,
-    /v1/completions or /v1/responses. Killed, the same command goes on where it was.
+    /v1/completions, /v1/responses or /v1/embeddings. Killed, the same command goes on where it was.
     """
     settings = ServerSettings.of(server)
     if not source.is_file():

@@ -171,6 +171,19 @@ class EngineConfig:
     constrained_json_disable_any_whitespace: bool = _setting(
         False, "JSON of json_schema: no spaces and line breaks but those that json.dumps writes"
     )
+    pooling_type: str | None = _setting(
+        None,
+        "Embeddings: hidden state of the last token or of the first one, or the mean; default: as"
+        " the folder's 1_Pooling/config.json says, else last",
+        ("last", "mean", "cls"),
+    )
+    score_type: str = _setting(
+        "auto",
+        "Scores of pairs of texts; cosine: similarity of their embeddings; yes_no: probability that"
+        " the model answers yes (Qwen3-Reranker); auto: cosine for embedding models and where yes"
+        " or no is no token, else yes_no",
+        ("auto", "cosine", "yes_no"),
+    )
     enable_trace: bool = _setting(False, "Export OpenTelemetry spans of requests and steps")
     otlp_traces_endpoint: str = _setting(
         "localhost:4317", "OTLP collector (gRPC, unless OTEL_EXPORTER_OTLP_PROTOCOL says HTTP)"

@@ -18,6 +18,14 @@ TEXT_MODELS = {
     "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
     "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
 }
+# What checkpoints of embeddings call the families whose models have no LM head.
+HEADLESS_MODELS = {
+    "LlamaModel": "LlamaForCausalLM",
+    "MistralModel": "MistralForCausalLM",
+    "Qwen2Model": "Qwen2ForCausalLM",
+    "Qwen3Model": "Qwen3ForCausalLM",
+    "Qwen3MoeModel": "Qwen3MoeForCausalLM",
+}
 
 
 def normalised(raw: Mapping[str, Any]) -> Raw:
@@ -29,6 +37,9 @@ def normalised(raw: Mapping[str, Any]) -> Raw:
         own = {key: out[key] for key in _OUTER if out.get(key) is not None}
         name = TEXT_MODELS[name]
         out = {**out["text_config"], **own, "architectures": [name]}
+    if name in HEADLESS_MODELS:
+        name = HEADLESS_MODELS[name]
+        out["architectures"] = [name]
     if "hidden_act" not in out and "hidden_activation" in out:
         out["hidden_act"] = out["hidden_activation"]
     family = FAMILIES.get(name)

@@ -28,6 +28,8 @@ class ExecutorInfo:
     # Prompt tokens attend to windowed pools; False: only decode steps do.
     window_in_prefill: bool = True
     tree_depth: int | None = None  # drafts on the longest path of a draft tree; None: chains
+    hidden_size: int = 0  # of the vectors that requests pool
+    has_lm_head: bool = True  # False: requests can only pool
     explain: dict[str, Any] = field(default_factory=dict)  # choices made at start, and why
 
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from forerun.core.grammar import Grammar
 from forerun.core.logprobs import LogprobParams, TokenLogprobs
+from forerun.core.pooling import Pooling
 from forerun.core.sampling_params import LogitParams
 
 
@@ -129,6 +130,7 @@ class Admission:
     logprobs: SlotLogprobs | None = None
     grammar: SlotGrammar | None = None
     tenant: int = 0  # of its `SchedulingParams`
+    pooling: Pooling | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +260,9 @@ class StepResult:
     # if no request of the step does.
     decode_logprobs: list[list[TokenLogprobs]] = field(default_factory=list)
     prefill_logprobs: list[list[TokenLogprobs]] = field(default_factory=list)
+    # Per chunk, the sum of the hidden states that its request pools: H float64, or no bytes where
+    # there are none. Empty if no request of the step pools.
+    prefill_pooled: list[bytes] = field(default_factory=list)
     gap_seconds: float = 0.0  # that the device was idle since the previous step, at most
     # Slots of requests that must leave the batch until `Executor.can_resume`: their grammars take
     # long. Their tokens, where there are any, are valid.

@@ -10,6 +10,7 @@ from typing import Any
 
 from forerun.core.logprobs import LogprobParams, TokenLogprobs
 from forerun.core.plan import SlotGrammar, SlotLogprobs, SlotSampling
+from forerun.core.pooling import Pooling
 from forerun.core.sampling_params import SamplingParams
 from forerun.core.scheduling_params import DEFAULT_SCHEDULING, SchedulingParams
 
@@ -59,6 +60,10 @@ class RequestRecord:
     output_logprobs: list[TokenLogprobs] = field(default_factory=list, kw_only=True)  # per token
     # Of the prompt tokens after position `logprobs.start`, in order.
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list, kw_only=True)
+
+    pooling: Pooling | None = field(default=None, kw_only=True)  # what it returns instead of text
+    # The sums of the hidden states that it pools, one per chunk that has some: H float64 each.
+    pooled: list[bytes] = field(default_factory=list, kw_only=True)
 
     cached_tokens: int = field(default=0, kw_only=True)  # prompt tokens found in the prefix cache
     proposed: int = field(default=0, kw_only=True)  # drafts
@@ -126,6 +131,8 @@ class Request(RequestRecord):
         A token whose hidden state is asked for is computed. The log-probabilities of the token at
         a position come from the one before it.
         """
+        if self.pooling in ("mean", "cls"):
+            return ()
         asked = self.slot_logprobs
         # At least one token of the prompt is left to compute.
         return (

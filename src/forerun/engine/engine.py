@@ -16,6 +16,7 @@ from forerun.core.errors import RequestError
 from forerun.core.executor import Executor, ExecutorInfo, PendingStep
 from forerun.core.logprobs import LogprobParams
 from forerun.core.plan import StepPlan
+from forerun.core.pooling import Pooling
 from forerun.core.request import FinishReason, Request
 from forerun.core.sampling_params import SamplingParams
 from forerun.core.scheduling_params import DEFAULT_SCHEDULING, SchedulingParams
@@ -88,6 +89,7 @@ class Engine:
         seed_offset: int = 0,
         logprobs: LogprobParams | None = None,
         scheduling: SchedulingParams = DEFAULT_SCHEDULING,
+        pooling: Pooling | None = None,
     ) -> Request:
         """Calls `RequestFactory.make`.
 
@@ -96,7 +98,9 @@ class Engine:
         Raises:
             RequestError: it cannot be served.
         """
-        request = self._factory.make(prompt, params, rid, seed_offset, logprobs, scheduling)
+        request = self._factory.make(
+            prompt, params, rid, seed_offset, logprobs, scheduling, pooling
+        )
         if params.grammar is not None:
             self.executor.compile_grammar(params.grammar)
         return request

@@ -12,6 +12,7 @@ from forerun.core.checks import integer
 from forerun.core.errors import RequestError, shown
 from forerun.core.executor import ExecutorInfo
 from forerun.core.logprobs import LogprobParams
+from forerun.core.pooling import Pooling
 from forerun.core.request import Request
 from forerun.core.sampling_params import SamplingParams, check_stop_ids
 from forerun.core.scheduling_params import DEFAULT_SCHEDULING, SchedulingParams
@@ -40,6 +41,7 @@ class RequestFactory:
         seed_offset: int = 0,
         logprobs: LogprobParams | None = None,
         scheduling: SchedulingParams = DEFAULT_SCHEDULING,
+        pooling: Pooling | None = None,
     ) -> Request:
         """A request that is not queued yet, so that a list can be refused as a whole.
 
@@ -49,11 +51,17 @@ class RequestFactory:
             seed_offset: added to the seed: the index of a sample, with n > 1.
             logprobs: the log-probabilities that it returns.
             scheduling: its priority and deadlines.
+            pooling: what it returns of the prompt's hidden states, with `max_new_tokens` 0.
 
         Raises:
             RequestError: it cannot be served.
         """
         vocab = self._info.vocab_size
+        if pooling is None and not self._info.has_lm_head:
+            raise RequestError(
+                "The model's checkpoint has no LM head: it makes embeddings, and no text or"
+                " log-probabilities."
+            )
         if not prompt:
             raise RequestError("The prompt is empty; give at least one token.")
         if any(type(token) is not int for token in prompt):
@@ -85,7 +93,16 @@ class RequestFactory:
         seed = self._seeds.getrandbits(63) if seed is None else seed
         # Consecutive seeds for the samples of a prompt, wrapped to signed 64 bits.
         seed = (seed + seed_offset + 2**63) % 2**64 - 2**63
-        request = Request(rid, tuple(prompt), params, seed, stop_ids, scheduling, logprobs=logprobs)
+        request = Request(
+            rid,
+            tuple(prompt),
+            params,
+            seed,
+            stop_ids,
+            scheduling,
+            logprobs=logprobs,
+            pooling=pooling,
+        )
         check_fits(request, self._info.limits, self._capacity)
         return request
 

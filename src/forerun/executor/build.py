@@ -144,6 +144,8 @@ class _Builder:
             verify_widths=settings.widths,
             step_costs=self._costs(executor),
             tree_depth=settings.caps.max_tree_depth,
+            hidden_size=model.config.hidden_size,
+            has_lm_head=model.has_lm_head,
             explain=explain,
         )
         return executor

@@ -24,6 +24,7 @@ from forerun.core.plan import (
     StepPlan,
     StepResult,
 )
+from forerun.core.pooling import Pooling
 from forerun.core.profile import ProfileParams
 from forerun.core.tokens import INVALID_TOKEN
 from forerun.executor.graphs.steps import DecodeBatch, DeferredBatch, EagerSteps, StepExecutor
@@ -34,6 +35,7 @@ from forerun.executor.step.device_step import DeviceStep
 from forerun.executor.step.grammar_masks import GrammarBatch
 from forerun.executor.step.inputs import DecodeOutput, PrefillBatch, PrefillLogprobs
 from forerun.executor.step.logprob_results import LogprobCopy, StepLogprobs
+from forerun.executor.step.pooling import PoolCopy, PoolQuery
 from forerun.executor.step.reliability import confidence_counts
 from forerun.executor.step.slot_tables import ANY_SAMPLING
 from forerun.executor.step.timing import StepTimer
@@ -63,6 +65,7 @@ class _Slot:
     tokens: list[int] | None  # if the algorithm reads tokens on the host
     logprobs: SlotLogprobs | None
     grammar: GrammarState | None = None
+    pooling: Pooling | None = None
 
 
 class DeviceExecutor:
@@ -134,9 +137,9 @@ class DeviceExecutor:
                 confidences, layout_counts = self._due_confidences(), self._due_layout_counts()
             timer = self.step.timer
             timestamps = timer.take() if timer is not None and plan.decode else None
-            first = None
+            first = pooled = None
             if plan.prefill:
-                first = self._prefill(plan, logprobs)
+                first, pooled = self._prefill(plan, logprobs)
                 self.step.save_states(plan.save_snapshots)
             clock.stop()
             error = self.step.algorithm.take_error()
@@ -153,6 +156,7 @@ class DeviceExecutor:
             self._grammars_of(plan),
             confidences,
             layout_counts,
+            pooled,
         )
         if pending.grammars:
             self._unread.append(pending)
@@ -222,7 +226,11 @@ class DeviceExecutor:
         """Returns the admissions that failed."""
         for a in plan.admitted:
             self._slots[a.slot] = _Slot(
-                a.rid, a.sampling, list(a.tokens) if self._keeps_tokens else None, a.logprobs
+                a.rid,
+                a.sampling,
+                list(a.tokens) if self._keeps_tokens else None,
+                a.logprobs,
+                pooling=a.pooling,
             )
         failed = self.tables.admit(plan.admitted) if plan.admitted else []
         failed += self._admit_grammars(plan.admitted)
@@ -323,17 +331,23 @@ class DeviceExecutor:
             num_rows=plan.num_rows,
         )
 
-    def _prefill(self, plan: StepPlan, logprobs: StepLogprobs) -> Tensor | None:
+    def _prefill(
+        self, plan: StepPlan, logprobs: StepLogprobs
+    ) -> tuple[Tensor | None, PoolCopy | None]:
+        """The first tokens after last chunks, and what is pooled."""
         ending = [c.slot for c in plan.prefill if c.last]
         flags = self.flags(ending)
         asked = {c.slot: self._slots[c.slot].logprobs for c in plan.prefill}
         query = PrefillLogprobs.of(plan.prefill, {s: a for s, a in asked.items() if a is not None})
         grammars = self._grammar_batch(ending)  # nothing is sampled for them in earlier steps
-        out = self.steps.prefill(PrefillBatch(plan.prefill, flags, query, grammars))
+        pooled = PoolQuery.of(plan.prefill, {s: self._slots[s].pooling for s in asked})
+        out = self.steps.prefill(PrefillBatch(plan.prefill, flags, query, grammars, pooled))
         if query is not None:
             logprobs.prompt = LogprobCopy.of(query.prompt, out.prompt_logprobs, self._copy)
             logprobs.first = LogprobCopy.of(query.first, out.first_logprobs, self._copy)
-        return self._to_host(out.sampled)
+        sums = self._to_host(out.pooled)
+        copied = None if pooled is None or sums is None else PoolCopy(pooled, sums)
+        return self._to_host(out.sampled), copied
 
     def _logprobs(self, slot: int) -> LogprobParams | None:
         asked = self._slots[slot].logprobs
@@ -407,6 +421,7 @@ class PendingDeviceStep:
     grammars: dict[int, GrammarState]  # by slot; its tokens are committed to them
     confidences: Tensor | None = None  # `ReliabilityTable.counts`
     layout_counts: Tensor | None = None  # of `RowLayoutCheck.after`
+    pooled: PoolCopy | None = None
     _result: StepResult | None = None
 
     @property
@@ -460,6 +475,7 @@ class PendingDeviceStep:
             phase_times,
             self.logprobs.of_decode(decode),
             self.logprobs.of_prefill(self.plan.prefill),
+            [] if self.pooled is None else self.pooled.of_prefill(len(self.plan.prefill)),
             gap_seconds=self.clock.gap_seconds,
             held=tuple(held),
             confidences=None if self.confidences is None else confidence_counts(self.confidences),

@@ -22,6 +22,7 @@ from forerun.core.plan import (
     SlotSampling,
     StepPlan,
 )
+from forerun.core.pooling import Pooling
 from forerun.executor.device_executor import DeviceExecutor
 from forerun.executor.graphs.cuda import CudaGraphSteps
 from forerun.executor.step.inputs import dummy_chunks
@@ -251,7 +252,7 @@ def profiling_plans(limits: Limits, widths: Sequence[int], padding_slot: int) ->
     """Prefills of `chunked_prefill_size` tokens and fewer; decode steps with all slots and one.
 
     Decode steps come last, because they reset the padding slot's length to 0. Some requests have
-    penalties and return log-probabilities, also of their prompt.
+    penalties, pool hidden states and return log-probabilities, also of their prompt.
     """
     logprobs = SlotLogprobs(
         LogprobParams(0, MAX_TOP_LOGPROBS, token_ids=(0,)), 1, limits.context_length
@@ -263,7 +264,10 @@ def profiling_plans(limits: Limits, widths: Sequence[int], padding_slot: int) ->
     counts = [*(n for n in SHORT_PROMPTS if n < max_tokens), max_tokens]
     # The padding slot must be greedy afterwards.
     for sampling, asked in ((edited, logprobs), (sampled, None), (greedy, None)):
-        admission = Admission(padding_slot, "profiling run", (0,), 0, 0, sampling, logprobs=asked)
+        pooling: Pooling | None = None if asked is None else "mean"
+        admission = Admission(
+            padding_slot, "profiling run", (0,), 0, 0, sampling, logprobs=asked, pooling=pooling
+        )
         for i, tokens in enumerate(counts if asked is None else [max_tokens]):
             admitted = [] if i else [admission]
             yield StepPlan(admitted=admitted, prefill=_chunks(limits, padding_slot, tokens))

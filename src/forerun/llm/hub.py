@@ -20,6 +20,7 @@ from forerun.config.engine_config import EngineConfig
 from forerun.core.errors import ConfigError, first_line
 from forerun.llm.download_progress import DownloadProgress, progress_bar_class
 from forerun.models.dummy_weights import DUMMY_FORMATS
+from forerun.models.embedding_layout import MODULES
 from forerun.models.gguf.folder import SUFFIX, gguf_folder
 from forerun.models.safetensors_files import INDEX, SINGLE, shard_names
 
@@ -164,6 +165,8 @@ def _fetch_small(model: HubModel, is_model: bool) -> Path:
             " in the format of transformers, or for GGUF files say which:"
             f" {model}:Q4_K_M (diffusers cannot be loaded)."
         )
+    if is_model and (folder / MODULES).is_file():
+        _snapshot(model, folder.name, [CONFIG, f"*_Pooling/{CONFIG}"], ignore=())
     return folder
 
 

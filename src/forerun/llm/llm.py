@@ -12,6 +12,8 @@ from typing import Any, NamedTuple, Self
 from forerun.core.checks import boolean
 from forerun.core.errors import RequestError, nearest, shown
 from forerun.core.logprobs import LogprobParams
+from forerun.core.pooling import Pooling
+from forerun.core.request import Request
 from forerun.core.sampling_params import SamplingParams
 from forerun.core.scheduling_params import SCHEDULING_KEYWORDS, SchedulingParams
 from forerun.core.unsupported import refusal
@@ -19,8 +21,11 @@ from forerun.engine.engine import Engine
 from forerun.executor.start import start_executor
 from forerun.llm.logprobs import LOGPROB_KEYWORDS, logprob_params
 from forerun.llm.loop import Call, EngineLoop, Job
-from forerun.llm.prompts import Ending, chat_ids, text_ids, token_lists
+from forerun.llm.output import EmbeddingOutput, meta_info
+from forerun.llm.pooling import NO_TEXT, Embedder, PoolingParams, most_tokens
+from forerun.llm.prompts import Ending, chat_ids, text_ids, text_list, token_lists
 from forerun.llm.scheduling import scheduling_params
+from forerun.llm.scoring import Pair, make_scorer, paired
 from forerun.llm.setup import checked_config, load_tokenizer, with_models
 from forerun.llm.stream import OutputStream
 from forerun.llm.text import OutputText
@@ -34,6 +39,7 @@ class _Prompt(NamedTuple):
     params: SamplingParams
     logprobs: LogprobParams | None
     scheduling: SchedulingParams
+    pooling: Pooling | None = None
 
 
 class LLM:
@@ -69,6 +75,7 @@ class LLM:
             host_ranks(self.config, target)
             raise SystemExit(0)
         self.tokenizer = load_tokenizer(self.config, target)
+        self._embedder = Embedder.of(self.config, target, self.tokenizer)
         executor = start_executor(self.config, target, overlap_depth)
         # Benchmarks and tests may step it while no call runs.
         self.engine = Engine(self.config, executor)
@@ -170,6 +177,101 @@ class LLM:
         ids, single = chat_ids(tokenizer, messages, chat_template_kwargs, ending=ending)
         return self._run(ids, single, sampling_params, stream, options)
 
+    # --- embeddings and scores ------------------------------------------------------------------
+
+    def embed(
+        self,
+        prompts: str | Sequence[str] | None = None,
+        pooling_params: PoolingParams | Mapping[str, Any] | None = None,
+        *,
+        input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        truncate_prompt_tokens: int | None = None,
+        **options: Any,
+    ) -> Any:
+        """Turns one prompt or many, given as text or as token ids, into a vector each.
+
+        Texts get the special tokens that the tokenizer adds, token ids are taken as they are.
+
+        Args:
+            pooling_params: which vector; default: as the model's folder says.
+            truncate_prompt_tokens: longer prompts are shortened to this many tokens, as in vLLM;
+                -1: to the context length.
+            options: `priority`, `queue_timeout`, `request_timeout` and `tenant`, each for all
+                prompts or one per prompt; `SchedulingParams` describes them.
+
+        Returns:
+            An `EmbeddingOutput` for one prompt, else a list in the order of the prompts.
+
+        Raises:
+            RequestError: a prompt or parameter is invalid, or a request was aborted.
+            EngineClosedError: after `close`.
+        """
+        _refuse_all_but(SCHEDULING_KEYWORDS, options, "embed")
+        self._loop.check_open()
+        if (prompts is None) == (input_ids is None):
+            raise RequestError("Give either prompts (text) or input_ids, not both or neither.")
+        pooling = self._embedder.resolve(PoolingParams.of(pooling_params), self.engine.info)
+        at_most = most_tokens(truncate_prompt_tokens, self.engine.limits.context_length)
+        if input_ids is not None:
+            ids, single = token_lists(input_ids)
+            ids = [each[:at_most] for each in ids]
+        else:
+            self._need_tokenizer("text prompts")
+            texts, single = text_list(prompts)
+            ids = self._embedder.text_ids(texts, at_most)
+        scheduling = scheduling_params(options, len(ids))
+        asked = [
+            _Prompt(prompt, NO_TEXT, None, when, pooling.pooling)
+            for prompt, when in zip(ids, scheduling, strict=True)
+        ]
+        outputs = [
+            EmbeddingOutput(
+                pooling.vector(request).tolist(), list(request.prompt), meta_info(request), at
+            )
+            for at, request in enumerate(self._ended(asked))
+        ]
+        return outputs[0] if single else outputs
+
+    encode = embed  # vLLM's and SGLang's other name
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        *,
+        instruct: str | None = None,
+        truncate_prompt_tokens: int | None = None,
+        **options: Any,
+    ) -> Any:
+        """Scores pairs of texts: a query with a document, or one query with many documents.
+
+        How is the setting `score_type`. Takes `truncate_prompt_tokens` and `options`, and raises as
+        `embed` does.
+
+        Args:
+            data_1: the query, or one per document.
+            instruct: what documents are looked for, in the prompt of `score_type` yes_no.
+
+        Returns:
+            A float for two texts, else a list of them, one per document.
+        """
+        _refuse_all_but(SCHEDULING_KEYWORDS, options, "score")
+        self._loop.check_open()
+        at_most = most_tokens(truncate_prompt_tokens, self.engine.limits.context_length)
+        (queries, _), (documents, single) = text_list(data_1), text_list(data_2)
+        pairs = [Pair(*each) for each in paired(queries, documents)]
+        info, tokenizer = self.engine.info, self._need_tokenizer("scores")
+        run = make_scorer(self.config.score_type, self._embedder, tokenizer, info).run(
+            pairs, at_most, instruct
+        )
+        scheduling = scheduling_params(options, len(run.prompts))
+        asked = [
+            _Prompt(ids, params, logprobs, when, pooling)
+            for (ids, params, logprobs, pooling), when in zip(run.prompts, scheduling, strict=True)
+        ]
+        scores = run.scores(self._ended(asked))
+        return scores[0] if single else scores
+
     # --- inside ---------------------------------------------------------------------------------
 
     def _run(
@@ -201,12 +303,33 @@ class LLM:
         ordered = [ended[job.request.rid] for job in jobs]
         return ordered[0] if single and len(ordered) == 1 else ordered
 
+    def _ended(self, prompts: Sequence[_Prompt]) -> list[Request]:
+        """Runs the prompts, all or none, to their ends.
+
+        Raises:
+            RequestError: one cannot be served, or was aborted.
+        """
+        jobs = [self._job(prompt, at, 0, stream=False) for at, prompt in enumerate(prompts)]
+        outputs = OutputStream(self._loop, Call(jobs, partial=False), None, owner=self)
+        try:
+            for output in outputs:
+                if output.error is not None:
+                    raise RequestError(f"Prompt {output.prompt_index}: {output.error}")
+        finally:
+            outputs.close()
+        return [job.request for job in jobs]
+
     def _job(self, prompt: _Prompt, prompt_index: int, index: int, stream: bool) -> Job:
-        ids, params, logprobs, scheduling = prompt
+        ids, params, logprobs, scheduling, pooling = prompt
         if params.stop and self.tokenizer is None:
             raise RequestError("Stop strings need a tokenizer; use stop_token_ids instead.")
         request = self.engine.make_request(
-            ids, params, seed_offset=index, logprobs=logprobs, scheduling=scheduling
+            ids,
+            params,
+            seed_offset=index,
+            logprobs=logprobs,
+            scheduling=scheduling,
+            pooling=pooling,
         )
         text = None
         if self.tokenizer is not None and (stream or params.stop):
@@ -245,6 +368,12 @@ def _refuse(keywords: Mapping[str, Any], call: str) -> None:
             refusal(name)
             or f"{call} has no keyword {shown(name)}.{nearest(name, [*own, *_KEYWORDS])}"
         )
+
+
+def _refuse_all_but(known: Sequence[str], keywords: Mapping[str, Any], call: str) -> None:
+    for name in keywords:
+        if name not in known:
+            raise RequestError(f"{call} has no keyword {shown(name)}.{nearest(name, known)}")
 
 
 _KEYWORDS = (

@@ -39,6 +39,16 @@ class RequestOutput:
         return str(reason["message"]) if reason is not None and aborted else None
 
 
+@dataclass(frozen=True)
+class EmbeddingOutput:
+    """The embedding of one prompt."""
+
+    embedding: list[float]  # in float32
+    prompt_token_ids: list[int]
+    meta_info: dict[str, Any]  # as of `RequestOutput`
+    prompt_index: int = 0  # index into the call's prompts
+
+
 class Progress(NamedTuple):
     """The state of a request after a step.
 

@@ -70,6 +70,17 @@ def text_ids(
     Raises:
         RequestError: it is neither text nor a list of texts.
     """
+    texts, single = text_list(prompts)
+    options = {} if add_special_tokens else {"add_special_tokens": False}
+    return [encode(tokenizer, text, **options) for text in texts], single
+
+
+def text_list(prompts: Any) -> tuple[list[str], bool]:
+    """Texts, and whether `prompts` was a single one.
+
+    Raises:
+        RequestError: it is neither text nor a list of texts.
+    """
     single = isinstance(prompts, str)
     texts = [prompts] if single else prompts
     if not isinstance(texts, list | tuple):
@@ -77,8 +88,7 @@ def text_ids(
     for text in texts:
         if not isinstance(text, str):
             raise RequestError(f"A prompt must be text, got {shown(text)}.")
-    options = {} if add_special_tokens else {"add_special_tokens": False}
-    return [encode(tokenizer, text, **options) for text in texts], single
+    return list(texts), single
 
 
 def encode(tokenizer: Any, text: str, **options: Any) -> list[int]:

@@ -63,6 +63,7 @@ class CausalLM(Module, ABC):
     rms_norm: ClassVar[type[RMSNorm]] = RMSNorm  # outside of layers
     lm_head: LMHead
     vocab_is_divided: bool = False  # every rank has the logits of some token ids
+    has_lm_head: bool = True  # False: the checkpoint has none, and logits mean nothing
 
     @abstractmethod
     def __init__(self, config: ModelConfig, place: WeightPlacement, max_positions: int) -> None:

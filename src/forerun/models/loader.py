@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -31,6 +32,9 @@ from forerun.models.kv_scales import fold_kv_scales
 from forerun.models.registry import model_class
 from forerun.models.safetensors_files import FIX_FOLDER
 from forerun.models.transformers_model import TransformersForCausalLM, load_transformers_config
+
+# Checkpoints of embeddings name the tensors as they are called within `model.`.
+HEADLESS_PREFIXES = {each: f"model.{each}" for each in ("embed_tokens.", "layers.", "norm.")}
 
 
 def load_target(
@@ -80,8 +84,9 @@ def load_target_at(
         _fill_dummy(model, place, load_format)
     else:
         # Without memory first: what does not fit the files is refused before it is allocated.
-        checkpoint = _checked(folder, config, place.on_meta())
-        model = build(config, place, positions)
+        checkpoint, loaded = _checked(folder, config, place.on_meta())
+        model = build(loaded, place, positions)
+        model.has_lm_head = loaded is config
         _read(model, checkpoint, place)
         fold_kv_scales(model, checkpoint, kv_dtype)
     model.prepare()
@@ -97,14 +102,24 @@ def check_target_files(folder: Path, config: ModelConfig) -> None:
     _checked(folder, config, WeightPlacement(torch.bfloat16, torch.device("meta")))
 
 
-def _checked(folder: Path, config: ModelConfig, place: WeightPlacement) -> Checkpoint:
-    """The tensors of a model, which are those of its config. `place`: on the meta device."""
+def _checked(
+    folder: Path, config: ModelConfig, place: WeightPlacement
+) -> tuple[Checkpoint, ModelConfig]:
+    """The tensors of a model, which are those of its config. `place`: on the meta device.
+
+    Returns them with the config; where they are those of an embedding model, which has no LM head,
+    with one whose embedding stands in for it.
+    """
     checkpoint = Checkpoint(folder, weight_format(config, place.quantization))
     checkpoint.rename(further_layers.prefixes_to_rename(config))
+    if "embed_tokens.weight" in checkpoint:
+        checkpoint.rename(HEADLESS_PREFIXES)
+        has_head = config.tie_word_embeddings or "lm_head.weight" in checkpoint
+        config = config if has_head else replace(config, tie_word_embeddings=True)
     further = further_layers.prefixes(config)  # drafts read these
     checkpoint.keep(lambda name: not name.startswith(further))
     _read(model_class(config)(config, place, 1), checkpoint, place, only_check=True)
-    return checkpoint
+    return checkpoint, config
 
 
 def _fill_dummy(model: CausalLM, place: WeightPlacement, load_format: str) -> None:

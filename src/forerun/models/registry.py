@@ -86,6 +86,8 @@ def model_class(config: ModelConfig) -> type[CausalLM]:
             f"{nearest(config.architecture, ARCHITECTURES)} Known: {', '.join(ARCHITECTURES)};"
             " or set model_impl transformers, which runs transformers' own modules, slower."
         )
+    if config.raw.get("is_causal") is False:
+        raise ConfigError("is_causal false is not supported: attention of a causal LM is causal.")
     family = ARCHITECTURES[config.architecture]
     check_layers(config, family)
     return family

@@ -100,6 +100,11 @@ def check_fits(request: Request, limits: Limits, num_pages: int) -> None:
     if prompt + new > limits.context_length:
         room = limits.context_length - prompt
         fix = f"max_new_tokens can be at most {room}" if room > 0 else "shorten the prompt"
+        if request.pooling is not None:
+            raise RequestError(
+                f"The input has {prompt} tokens, over the context length {limits.context_length};"
+                " shorten it, or set truncate_prompt_tokens."
+            )
         raise RequestError(
             f"The prompt has {prompt} tokens and max_new_tokens is {new}, together over the"
             f" context length {limits.context_length}; {fix}."
@@ -263,8 +268,9 @@ class Scheduler:
     ) -> list[Request]:
         changed = []
         logprobs = result.prefill_logprobs or [[]] * len(step.prefill)
-        chunks = zip(step.plan.prefill, step.prefill, result.prefill, logprobs, strict=True)
-        for chunk, request, token, of_tokens in chunks:
+        pooled = result.prefill_pooled or [b""] * len(step.prefill)
+        chunks = zip(step.plan.prefill, step.prefill, result.prefill, logprobs, pooled, strict=True)
+        for chunk, request, token, of_tokens, of_hidden in chunks:
             request.pending.pop(0)
             if request.state is not State.FINISHED:
                 request.kv_len += chunk.num_tokens
@@ -272,6 +278,7 @@ class Scheduler:
                     request.kv_len = request.cached_len  # its K/V must not enter the prefix cache
                     changed.append(self._append(request, [], [], failed, verified=False))
                 else:
+                    request.pooled += [of_hidden] if of_hidden else []
                     of_sampled = of_tokens[-1:] if token is not None else []
                     request.prompt_logprobs += of_tokens[: len(of_tokens) - len(of_sampled)]
                     held = request.slot in result.held
@@ -469,6 +476,7 @@ class Scheduler:
         request.prefill_tokens = tokens
         request.prefill_done = request.kv_len = request.cached_len = match.length
         request.pending_observe = 0
+        request.pooled.clear()
         if not request.preemptions:
             request.cached_tokens = match.length
         # Where a prompt with the same beginning has branched off, a third one may as well.
@@ -508,6 +516,7 @@ class Scheduler:
             logprobs=request.slot_logprobs,
             grammar=request.slot_grammar,
             tenant=request.scheduling.tenant,
+            pooling=request.pooling,
         )
 
     # --- results and release --------------------------------------------------------------------

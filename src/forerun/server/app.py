@@ -39,6 +39,9 @@ from forerun.server.openai.conversations import conversations_router
 from forerun.server.openai.models import models_router
 from forerun.server.openai.responses import responses_router
 from forerun.server.openai.tokenize import tokenize_router
+from forerun.server.pooling.embeddings import embeddings_router
+from forerun.server.pooling.rerank import rerank_router
+from forerun.server.pooling.score import score_router
 from forerun.server.prometheus import prometheus_router
 from forerun.server.service import Service
 
@@ -56,6 +59,9 @@ def build_app(service: Service) -> ASGIApp:
         chat_router(service),
         responses_router(service),
         conversations_router(service.store),
+        embeddings_router(service),
+        score_router(service),
+        rerank_router(service),
         batches_router(_batch_jobs(service)),
         messages_router(service),
         native_router(service),
@@ -83,6 +89,7 @@ def requests_app(service: Service) -> FastAPI:
         completions_router(service),
         chat_router(service),
         responses_router(service),
+        embeddings_router(service),
     ):
         app.include_router(router)
     _add_error_handlers(app)

@@ -74,7 +74,11 @@ class Generation:
         """Nothing has arrived yet."""
         request, tokenizer = self._request, self._tokenizer
         self.record = RequestRecord(
-            request.rid, request.prompt, arrival=request.arrival, logprobs=request.logprobs
+            request.rid,
+            request.prompt,
+            arrival=request.arrival,
+            logprobs=request.logprobs,
+            pooling=request.pooling,
         )
         # Otherwise the text is made at the end, by `output`.
         scored = request.logprobs is not None
@@ -113,6 +117,7 @@ class Generation:
         record.output += advance.tokens
         record.output_logprobs += advance.output_logprobs
         record.prompt_logprobs += advance.prompt_logprobs
+        record.pooled += advance.pooled
         record.accept_lengths += advance.accept_lengths
         record.correct_drafts += advance.correct_drafts
         record.proposed, record.cached_tokens = advance.proposed, advance.cached_tokens

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from forerun.core.logprobs import LogprobParams
+from forerun.core.pooling import Pooling
 from forerun.core.sampling_params import SamplingParams
 from forerun.core.scheduling_params import DEFAULT_SCHEDULING, SchedulingParams
 
@@ -19,4 +20,5 @@ class Prompt:
     rid: str | None = None  # default: a new one
     logprobs: LogprobParams | None = None
     scheduling: SchedulingParams = DEFAULT_SCHEDULING
+    pooling: Pooling | None = None  # what it returns instead of text
     replica: int | None = None  # that has to run it; default: as requests are routed

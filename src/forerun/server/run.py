@@ -79,7 +79,9 @@ def make_service(settings: ServerSettings, config: EngineConfig, target: Path) -
         settings.log_format,
         settings.watchdog_timeout,
     )
-    return Service(settings, engine, text, ServerTracing(spans) if spans else None)
+    service = Service(settings, engine, text, ServerTracing(spans) if spans else None)
+    _ = service.embedder  # refuses what cannot be read
+    return service
 
 
 def _bind(settings: ServerSettings) -> socket.socket:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 from uuid import uuid4
 
 from forerun.core.errors import RequestError, shown
 from forerun.core.scheduling_params import SchedulingParams
 from forerun.llm.output import RequestOutput
+from forerun.llm.pooling import Embedder, most_tokens
+from forerun.llm.scoring import Scorer, make_scorer
 from forerun.server.engines.replicas import Replicas
 from forerun.server.generation import Call, Generation, Place
 from forerun.server.http.api_keys import ApiKeys
@@ -65,7 +68,32 @@ class Service:
         """What was chosen at start, and why."""
         count, method = self.settings.dp_size, self.settings.load_balance_method
         replicas = f"{count}; requests go by {method}" if count > 1 else "1"
-        return {**self.engine.info.explain, "replicas": replicas, **dict(self.format.explain)}
+        return {
+            **self.engine.info.explain,
+            "replicas": replicas,
+            "embeddings": self.embedder.explain,
+            **dict(self.format.explain),
+        }
+
+    @cached_property
+    def embedder(self) -> Embedder:
+        """
+        Raises:
+            ConfigError: a file of the model's folder is not what it should be.
+        """
+        engine = self.engine
+        return Embedder.of(engine.config, engine.model_path, self.text.tokenizer)
+
+    @cached_property
+    def scorer(self) -> Scorer:
+        """
+        Raises:
+            RequestError: texts cannot be scored.
+        """
+        engine = self.engine
+        return make_scorer(
+            engine.config.score_type, self.embedder, self.text.tokenizer, engine.info
+        )
 
     @property
     def model_name(self) -> str:
@@ -75,6 +103,14 @@ class Service:
     @property
     def max_prompt_tokens(self) -> int:
         return self.engine.factory.context_length
+
+    def most_tokens(self, truncate_prompt_tokens: int | None) -> int | None:
+        """Tokens that a prompt is shortened to; None: it is not.
+
+        Raises:
+            RequestError: it is out of range.
+        """
+        return most_tokens(truncate_prompt_tokens, self.max_prompt_tokens)
 
     def check_open(self) -> None:
         """
@@ -172,6 +208,7 @@ class Service:
             place.sample_index,
             prompt.logprobs,
             self._limited(prompt.scheduling),
+            prompt.pooling,
         )
         return Generation(request, self.text.tokenizer, place, stream)
 

@@ -52,6 +52,23 @@ class TextService:
         ids, _ = await self.run(partial(text_ids, tokenizer, list(texts), add_special_tokens))
         return ids
 
+    async def convert(
+        self, texts: Sequence[str], at_most: int | None, max_tokens: int, function: Callable[[], T]
+    ) -> T:
+        """Runs what makes token ids of texts, in one of the threads.
+
+        Args:
+            at_most: tokens that longer texts are shortened to; None: those that are certainly over
+                `max_tokens` are refused.
+
+        Raises:
+            RequestError: a text is too long, or there is no tokenizer; and what `function` raises.
+        """
+        self._need("texts")
+        for text in texts if at_most is None else ():
+            self._check_length(len(text), max_tokens)
+        return await self.run(function)
+
     async def chat(
         self,
         messages: Sequence[Mapping[str, Any]],

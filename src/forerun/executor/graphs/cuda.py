@@ -395,7 +395,7 @@ class CudaGraphSteps:
 
     def prefill(self, batch: PrefillBatch) -> PrefillTokens:
         captured = None
-        if not batch.edits_logits:
+        if not batch.edits_logits and batch.pooled is None:
             captured = self._prefill_graph(batch.chunks, batch.flags)
         if captured is None:
             return self.step.prefill(batch, self.piecewise.forward(batch.num_tokens))

@@ -503,6 +503,8 @@ class DeviceStep:
         """Whether final hidden states are read besides those of the chunks' last tokens."""
         if batch.logprobs is not None and batch.logprobs.prompt is not None:
             return True
+        if batch.pooled is not None and not batch.pooled.reads_ends_only:
+            return True
         last_layer = self.model.config.num_layers - 1
         reads = self.caps.reads_hidden_states or last_layer in self.caps.target_layers
         return self.algorithm.observes and reads
@@ -540,6 +542,7 @@ class DeviceStep:
             rows = tables.upload(last_index, torch.int64)
             hidden_states, aux = self.forward(ids, positions, context, rows)
             last_index = list(range(len(chunks)))
+        pooled = None if batch.pooled is None else batch.pooled.sums(hidden_states, last_index)
         tables.kv_len[slots] = tables.upload([c.end for c in chunks], torch.int32)
         of_first = None if logprobs is None else logprobs.first
         shape = StepShape(1, longest + 1, batch.flags, of_first, batch.grammars)
@@ -558,8 +561,8 @@ class DeviceStep:
             own = None if draft is None else self._planned(draft, tokens, host_slots=host_slots)
             self.algorithm.observe(self._observe_input(Phase.PREFILL, tokens, out, own))
         if first is None:
-            return PrefillTokens(None, None, of_prompt)
-        return PrefillTokens(first.ids.squeeze(1), first.logprobs, of_prompt)
+            return PrefillTokens(None, None, of_prompt, pooled)
+        return PrefillTokens(first.ids.squeeze(1), first.logprobs, of_prompt, pooled)
 
     def prefill_padded(self, slots: Tensor, counts: Tensor, shape: StepShape) -> PrefillOutput:
         """Prefill of the rest of short prompts, padded to W tokens: shapes depend on (B, W) only.

@@ -15,6 +15,7 @@ from forerun.attention.model_attention import ModelAttention, StepBuffers
 from forerun.core.logprobs import LogprobParams
 from forerun.core.plan import PrefillChunk, SlotLogprobs
 from forerun.executor.step.grammar_masks import DraftCopy, GrammarBatch
+from forerun.executor.step.pooling import PoolQuery
 from forerun.kernels.sampling.bitmask import TokenMasks
 from forerun.kernels.sampling.penalties import DraftPath
 from forerun.kernels.speculation.ragged import PackedTokens, RaggedRows
@@ -328,6 +329,7 @@ class PrefillBatch:
     flags: SamplingFlags  # of the tokens that are sampled after last chunks
     logprobs: PrefillLogprobs | None = None
     grammars: GrammarBatch | None = None  # of the requests of last chunks
+    pooled: PoolQuery | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -347,6 +349,7 @@ class PrefillTokens:
     sampled: Tensor | None  # [n] int64: the first tokens, after the last chunks; None: n = 0
     first_logprobs: Logprobs | None = None  # [R, 1]
     prompt_logprobs: Logprobs | None = None  # [R, 1]
+    pooled: Tensor | None = None  # [R, H] float64, of `PoolQuery.sums`
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ class BatchRequest(StrictModel):
     """`POST /v1/batches`."""
 
     input_file_id: str
-    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
+    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"]
     completion_window: Literal["24h"]
     metadata: dict[str, str] | None = Field(None, max_length=16)
 

@@ -11,7 +11,7 @@ import msgspec
 
 from forerun.core.errors import nearest, shown
 
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 MAX_CUSTOM_ID = 512  # characters
 PREFIX = "batch_req_"  # of results' ids; the number of the line in the input follows
 

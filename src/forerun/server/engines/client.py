@@ -180,6 +180,7 @@ class EngineClient:
                         list(g.record.prompt),
                         replace(g.params, sampling_seed=g.seed, n=1, stop=()),
                         logprobs=g.record.logprobs,
+                        pooling=g.record.pooling,
                         trace_context=call.trace_context,
                         # A call's own deadline is kept here: it holds while a step takes long.
                         scheduling=replace(g.scheduling, request_timeout=None),

@@ -13,6 +13,7 @@ import msgspec
 from forerun.core.executor import ExecutorInfo
 from forerun.core.grammar import Grammar
 from forerun.core.logprobs import LogprobParams, TokenLogprobs
+from forerun.core.pooling import Pooling
 from forerun.core.profile import ProfileParams
 from forerun.core.request import FinishReason
 from forerun.core.sampling_params import SamplingParams
@@ -36,6 +37,7 @@ class NewRequest(msgspec.Struct, frozen=True, array_like=True):
     trace_context: dict[str, str] = {}  # headers of the HTTP request's span, if there is one
     logprobs: LogprobParams | None = None  # that it returns
     scheduling: SchedulingParams = DEFAULT_SCHEDULING
+    pooling: Pooling | None = None
     number: int = 0  # repeated in its `Advance`s: a later request may have the same rid
 
 
@@ -123,6 +125,7 @@ class Advance(msgspec.Struct, frozen=True, array_like=True):
     # Of a request that returns them: one per token, and of the prompt in order.
     output_logprobs: list[TokenLogprobs] = []
     prompt_logprobs: list[TokenLogprobs] = []
+    pooled: list[bytes] = []  # with `finish`, of a request that is pooled
     number: int = 0  # of the `NewRequest`
 
 

@@ -169,6 +169,7 @@ class _Running:
             finish=request.finish if ended else None,
             output_logprobs=output_logprobs,
             prompt_logprobs=prompt_logprobs,
+            pooled=request.pooled if ended else [],
             number=self.number,
         )
 
@@ -243,6 +244,7 @@ class EngineServer:
                 new.rid,
                 logprobs=new.logprobs,
                 scheduling=new.scheduling,
+                pooling=new.pooling,
             )
             self._engine.submit(request, new.trace_context)
         except RequestError as error:  # the API process has checked it: settings differ
