@@ -11,9 +11,8 @@ from torch import Tensor
 
 from forerun_train.batch import Batch
 from forerun_train.toys.word_problems import stream
-from forerun_train.trainer.distributed import Ranks
 from forerun_train.trainer.options import TrainOptions
-from forerun_train.trainer.run import Data
+from forerun_train.trainer.run import Data, Reader
 
 
 def packed(rows: list[list[int]], vocab: int, seed: int = 0) -> Batch:
@@ -80,10 +79,11 @@ class WordProblems:
         )
 
 
-def word_problems(options: TrainOptions, tokenizer: Any, ranks: Ranks) -> Data:
+def word_problems(options: TrainOptions, reader: Reader) -> Data:
     """`OpenData` of a run; training and validation have different seeds."""
 
     def of(seed: int) -> WordProblems:
-        return WordProblems(tokenizer, options, seed, ranks.rows(options.batch_size))
+        rows = reader.ranks.rows(options.batch_size)
+        return WordProblems(reader.tokenizer, options, seed, rows)
 
     return Data(lambda: of(0), lambda: of(900_000))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from forerun.models.nextn import load_nextn, load_nextn_config
 from forerun_train.batch import HiddenStates
 from forerun_train.drafts import draft as draft_module
 from forerun_train.drafts.blocks import blocks_at, can_anchor, sample_anchors
-from forerun_train.drafts.build import BuiltDraft, build_draft
+from forerun_train.drafts.build import BuiltDraft, build_draft, initial_vocabulary
 from forerun_train.drafts.draft import Draft
 from forerun_train.drafts.heads import LMHead, MarkovHead
 from forerun_train.drafts.speculators import (
@@ -31,7 +32,7 @@ from forerun_train.drafts.speculators import (
     speculators_config,
     speculators_tensors,
 )
-from forerun_train.export import export_draft
+from forerun_train.files import export_draft
 from forerun_train.hidden_states import FrozenTarget, load_frozen_target
 from forerun_train.masks import BlockPlaces, MaskShape, attend, blocks_after_context, make_mask
 from forerun_train.objectives import PositionWeights
@@ -373,6 +374,29 @@ def test_training_goes_on_from_an_exported_draft(target: FrozenTarget, tmp_path:
         build_draft(options_of("dflash", initial_draft=str(tmp_path)), target, 0)
 
 
+@pytest.mark.parametrize("kind", ["dflash", "eagle3"])
+def test_a_draft_to_begin_with_keeps_its_vocabulary_and_layers(
+    kind: str, target: FrozenTarget, tmp_path: Path
+) -> None:
+    """Columns of an LM head are those of its tokens, whatever tokens the new data has."""
+    ids = torch.arange(10, 70)
+    first = built(target, kind, ids=ids, target_layer_ids=(0, 1, 2))
+    folder = exported(first, tmp_path / "z")
+    kept = initial_vocabulary(folder)
+    assert kept is not None and kept.tolist() == ids.tolist()
+    options = options_of(kind, initial_draft=str(folder), target_layer_ids=None)
+    again = build_draft(options, target, 0, kept)
+    assert again.model.target_layer_ids == first.model.target_layer_ids
+    assert again.stored(whole_parameters(again.model))["d2t"].tolist() == [10] * 60
+    other = options_of(kind, initial_draft=str(folder), draft_vocab_size=50)
+    with pytest.raises(ConfigError, match="initial_draft has draft_vocab_size 60, this run 50"):
+        build_draft(other, target, 0, kept)
+    config = speculators_config(kind, first.raw, target.config, "org/target")
+    export_draft(tmp_path / "s", config, {"d2t": torch.zeros(3, dtype=torch.int64)})
+    with pytest.raises(ConfigError, match=r"has the layout of speculators; give .* z-lab"):
+        initial_vocabulary(tmp_path / "s")
+
+
 CANNOT = {
     "gpt-oss": "its attention has sinks or caps its scores",
     "qwen3-next": "it has recurrent layers",
@@ -396,6 +420,14 @@ def test_targets_whose_states_cannot_be_captured(name: str, tmp_path: Path) -> N
         ("smoke", {"seq_len": 0}, "seq_len must be at least 16, got 0"),
         ("smoke", {"validation_share": 1.0}, "validation_share must lie between 0 and 1, got 1"),
         ("smoke", {"logs": ("paper",)}, "logs 'paper' is not known; one of: jsonl, tensorboard"),
+        ("smoke", {"seed": -1}, "seed must be at least 0, at most 4294967295, got -1"),
+        ("smoke", {"dpace": 2.0}, "dpace must be at least 0, at most 1, got 2"),
+        ("smoke", {"warmup": -1.0}, "warmup must be at least 0, at most 1, got -1"),
+        ("smoke", {"final_learning_rate": 3.0}, "final_learning_rate must be .* at most 1, got 3"),
+        ("smoke", {"learning_rate": math.nan}, "learning_rate must be at least 0, got nan"),
+        ("smoke", {"max_minutes": math.inf}, "max_minutes must be at least 0.01, got inf"),
+        ("smoke", {"validate_every": 0}, "validate_every must be at least 1, got 0"),
+        ("smoke", {"stored_batches": 3}, "stored_batches needs hidden_states"),
         ("smoke", {"ce_weight": 0.0}, "ce_weight, kl_weight and l1_weight are all 0"),
     ],
 )

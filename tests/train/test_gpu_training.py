@@ -19,7 +19,7 @@ from forerun_train.trainer.distributed import Ranks
 from forerun_train.trainer.loop import Trainer
 from forerun_train.trainer.memory import estimate, shape_of
 from forerun_train.trainer.options import KINDS, TrainOptions
-from forerun_train.trainer.run import run
+from forerun_train.trainer.run import Reader, run
 from forerun_train.trainer.view import lines_of
 from tests.train.packed import word_problems
 
@@ -27,6 +27,11 @@ pytestmark = pytest.mark.gpu
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 TARGET = bundled("target")
+
+
+def reader(device: torch.device = CUDA) -> Reader:
+    tokenizer = load_tokenizer(TARGET)
+    return Reader(tokenizer, len(tokenizer), Ranks(0, 1, device))
 
 
 def options(output: Path, **given: Any) -> TrainOptions:
@@ -58,13 +63,11 @@ def test_flex_attention_and_its_gradients(kind: LayerMask) -> None:
 
 def one_step(device: torch.device, made: TrainOptions, compiled: bool) -> tuple[Tensor, Tensor]:
     target = load_frozen_target(made.target, torch.float32, device, 300)
-    tokenizer = load_tokenizer(TARGET)
     draft = build_draft(made, target, 3).model
     if compiled:
         draft.compile_parts()
-    ranks = Ranks(0, 1, device)
-    trainer = Trainer(made, target, draft, ranks)
-    batch = next(iter(word_problems(made, tokenizer, ranks).train()))
+    trainer = Trainer(made, target, draft, Ranks(0, 1, device))
+    batch = next(iter(word_problems(made, reader(device)).train()))
     # Anchors must be the same on both devices.
     noise = torch.rand((made.batch_size, made.seq_len), generator=torch.Generator().manual_seed(0))
     trainer._noise = lambda step, length: noise.to(device)  # type: ignore[method-assign]
@@ -84,7 +87,7 @@ def test_a_step_does_not_wait_for_the_device(tmp_path: Path) -> None:
     made = options(tmp_path)
     target = load_frozen_target(made.target, torch.bfloat16, CUDA, 300)
     trainer = Trainer(made, target, build_draft(made, target, 3).model, Ranks(0, 1, CUDA))
-    batches = iter(word_problems(made, load_tokenizer(TARGET), Ranks(0, 1, CUDA)).train())
+    batches = iter(word_problems(made, reader()).train())
     for step in range(3):
         trainer.step(next(batches), step, 0.1)
     batch = next(batches)
@@ -107,7 +110,7 @@ def test_the_memory_estimate_is_near_the_peak(tmp_path: Path) -> None:
     draft = build_draft(made, target, 3).model
     draft.compile_parts()
     trainer = Trainer(made, target, draft, Ranks(0, 1, CUDA))
-    batches = iter(word_problems(made, load_tokenizer(TARGET), Ranks(0, 1, CUDA)).train())
+    batches = iter(word_problems(made, reader()).train())
     torch.cuda.reset_peak_memory_stats()
     for step in range(3):
         trainer.step(next(batches), step, 0.1)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import resource
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -23,6 +26,7 @@ from forerun.llm.bundled import bundled
 from forerun.models.dflash import check_dflash_files
 from forerun_train import hidden_store
 from forerun_train.toys.word_problems import generate
+from forerun_train.trainer import checkpoint as checkpoint_module
 from forerun_train.trainer import memory
 from forerun_train.trainer.checkpoint import Checkpoints, read_state
 from forerun_train.trainer.loop import Trainer
@@ -63,18 +67,31 @@ def start(output: Path, ranks: dict[str, str] | None = None, **given: Any) -> An
     return subprocess.Popen([sys.executable, "-c", PROGRAM, json.dumps(settings)], env=environment)
 
 
+def start_two(output: Path, **given: Any) -> list[Any]:
+    """Two processes of one run, as torchrun starts them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    address = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return [start(output, address | {"RANK": str(rank)}, **given) for rank in range(2)]
+
+
+def kill_in_the_middle(output: Path, processes: list[Any]) -> None:
+    """After five of the eight steps."""
+    while len(losses(output)) < 5 and all(each.poll() is None for each in processes):
+        time.sleep(0.01)
+    for process in processes:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert 5 <= len(losses(output)) < 8, "killed too late to show anything"
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path: Path, optimizer: str) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert start(whole, optimizer=optimizer).wait(timeout=120) == 0
-    process = start(killed, optimizer=optimizer, max_steps=8)
-    deadline = time.monotonic() + 120
-    while len(losses(killed)) < 5 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert 5 <= len(losses(killed)) < 8, "killed too late to show anything"
+    kill_in_the_middle(killed, [start(killed, optimizer=optimizer)])
     assert start(killed, optimizer=optimizer, resume=True).wait(timeout=120) == 0
     assert losses(killed) == losses(whole)
     last = Path("checkpoints", "step-00000008")
@@ -88,10 +105,7 @@ def test_two_processes_train_as_one(tmp_path: Path, kind: str, optimizer: str) -
     """FSDP2 over gloo: the same batches, anchors and curve, and one checkpoint of whole tensors."""
     given = {"kind": kind, "optimizer": optimizer, "head_rank": 8}
     alone, divided = tmp_path / "alone", tmp_path / "divided"
-    port = str(20000 + os.getpid() % 20000)
-    address = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    started = [start(divided, address | {"RANK": str(rank)}, **given) for rank in range(2)]
-    assert [process.wait(timeout=200) for process in started] == [0, 0]
+    assert [process.wait(timeout=200) for process in start_two(divided, **given)] == [0, 0]
     assert start(alone, **given).wait(timeout=120) == 0
     for step, values in losses(alone).items():
         assert losses(divided)[step] == pytest.approx(values, rel=1e-3), step
@@ -103,6 +117,105 @@ def test_two_processes_train_as_one(tmp_path: Path, kind: str, optimizer: str) -
         torch.testing.assert_close(kept[1][name], value, rtol=1e-2, atol=1e-3, msg=name)
 
 
+@pytest.mark.exhaustive
+def test_two_processes_that_are_killed_go_on_as_if_they_had_not_been(tmp_path: Path) -> None:
+    """Parameters and optimizer state are whole in a checkpoint, and divided again to the bit."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert [each.wait(timeout=200) for each in start_two(whole)] == [0, 0]
+    kill_in_the_middle(killed, start_two(killed))
+    assert [each.wait(timeout=200) for each in start_two(killed, resume=True)] == [0, 0]
+    assert losses(killed) == losses(whole)
+
+
+def test_an_end_in_the_middle_of_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is half written counts for nothing, and the run goes on from the one before."""
+    whole, ended = tmp_path / "whole", tmp_path / "ended"
+    run(options(whole), word_problems)
+    write, written = checkpoint_module.write_tensors, []
+
+    def killed(path: Path, *rest: Any) -> None:
+        written.append(path)
+        if len(written) == 6:  # the optimizer's state at step 6
+            path.write_bytes(b"half")
+            raise SystemExit
+        write(path, *rest)
+
+    with monkeypatch.context() as patched, pytest.raises(SystemExit):
+        patched.setattr(checkpoint_module, "write_tensors", killed)
+        run(options(ended), word_problems)
+    (ended / "checkpoints" / "step-00000007").mkdir()  # no checkpoint, whoever made it
+    (ended / "checkpoints" / "step-backup").mkdir()
+    newest = Checkpoints(ended, None).newest()  # type: ignore[arg-type]
+    assert newest is not None and newest.name == "step-00000004"
+    run(options(ended, resume=True), word_problems)
+    assert losses(ended) == losses(whole)
+    assert not (ended / "checkpoints" / ".making").exists()
+    damaged = ended / "checkpoints" / "step-00000008"
+    for name, text in (("model.safetensors", "half"), ("state.json", "{")):
+        (damaged / name).write_text(text)
+        with pytest.raises(ConfigError, match=r"Remove .*step-00000008, and --resume goes on"):
+            run(options(ended, resume=True), word_problems)
+
+
+def test_a_disk_that_is_full(tmp_path: Path) -> None:
+    """One line, and the run goes on when there is room; files may grow to 64 KiB here."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
+    try:
+        with pytest.raises(ConfigError, match=r"cannot be written or read: .*--resume goes on\.$"):
+            run(options(tmp_path / "a"), word_problems)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert len(losses(tmp_path / "a")) == 2  # up to the first checkpoint
+    run(options(tmp_path / "a", resume=True), word_problems)
+    assert len(losses(tmp_path / "a")) == 8
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"file cannot be written or read: File exists"):
+        run(options(tmp_path / "file"), word_problems)
+    with pytest.raises(ConfigError, match=r"file cannot be written or read: File exists"):
+        run(options(tmp_path / "b", hidden_states=str(tmp_path / "file")), word_problems)
+
+
+def test_ctrl_c_says_what_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = Trainer.step
+
+    def stopped(self: Trainer, host: Any, number: int, done: float) -> Any:
+        if number == 5:
+            raise KeyboardInterrupt
+        return step(self, host, number, done)
+
+    monkeypatch.setattr(Trainer, "step", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        run(options(tmp_path), word_problems)
+    assert (
+        "Stopped at step 5; step-00000004 is intact. --resume goes on." in capsys.readouterr().out
+    )
+
+
+def test_a_resumed_run_finds_the_data_and_the_target_that_it_had(tmp_path: Path) -> None:
+    data, target = tmp_path / "data.jsonl", tmp_path / "target"
+    lines = [{"prompt": p.question, "response": p.answer_text} for p in generate(3, 40)]
+    texts = [json.dumps(line) + "\n" for line in lines]
+    data.write_text("".join(texts))
+    shutil.copytree(TARGET, target)
+    given = {"data": str(data), "target": str(target), "max_steps": 4, "seq_len": 128}
+    run(options(tmp_path / "run", **given))
+    for changed in (texts[1:], texts[::-1]):
+        data.write_text("".join(changed))
+        with pytest.raises(ConfigError, match="began with, but the data changed since"):
+            run(options(tmp_path / "run", **given, resume=True))
+    data.write_text("".join(texts))
+    run(options(tmp_path / "run", **given, resume=True, max_errors=3))
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | {"rope_theta": 5000.0}))
+    with pytest.raises(ConfigError, match="began with, but the target changed since"):
+        run(options(tmp_path / "run", **given, resume=True))
+
+
 def test_what_a_run_refuses(tmp_path: Path) -> None:
     run(options(tmp_path, max_steps=2), word_problems)
     with pytest.raises(ConfigError, match=r"has a run already, at step-00000002; give --resume"):
@@ -111,6 +224,13 @@ def test_what_a_run_refuses(tmp_path: Path) -> None:
         run(options(tmp_path, max_steps=2, learning_rate=0.1, resume=True), word_problems)
     with pytest.raises(ConfigError, match=r"target_layer_ids .* must lie between 0 and 11"):
         run(options(tmp_path / "b", target_layer_ids=(3, 12)), word_problems)
+    for given, message in (
+        ({"mask_token_id": 6144}, "mask_token_id 6144 .* ends at 6143"),
+        ({"seq_len": 5000}, "seq_len 5000 is more than the target's context, 4096 tokens"),
+        ({"draft_vocab_size": 7000}, "draft_vocab_size 7000 is more than .* 6144 tokens"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            run(options(tmp_path / "b", **given), word_problems)
     newest = Checkpoints(tmp_path, None).newest()  # type: ignore[arg-type]
     assert newest is not None and read_state(newest)["step"] == 2
 

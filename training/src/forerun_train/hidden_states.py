@@ -28,7 +28,7 @@ from forerun.attention.base import (
 )
 from forerun.attention.capabilities import Capabilities
 from forerun.config.engine_config import EngineConfig
-from forerun.config.model_config import ModelConfig
+from forerun.config.model_config import ModelConfig, load_model_config
 from forerun.core.errors import ConfigError
 from forerun.kvcache.layouts import DenseKV
 from forerun.kvcache.pools import ModelPools
@@ -88,11 +88,6 @@ class FrozenTarget:
     """A target that is not trained."""
 
     def __init__(self, model: CausalLM, folder: Path) -> None:
-        """
-        Raises:
-            ConfigError: its hidden states cannot be captured.
-        """
-        _check(model, folder)
         self.model, self.folder = model, folder
         self.config: ModelConfig = model.config
         self.head = _head_weight(model)  # [V, H]
@@ -145,19 +140,24 @@ class FrozenTarget:
 
 
 def load_frozen_target(
-    path: str, dtype: torch.dtype, device: torch.device, max_positions: int
+    path: str, dtype: torch.dtype, device: torch.device, seq_len: int
 ) -> FrozenTarget:
     """Loads the target of a training run.
 
     Args:
         path: a model folder, a GGUF file, or org/name.
-        max_positions: tokens of a sequence.
+        seq_len: tokens of a sequence.
 
     Raises:
-        ConfigError: it cannot be loaded, or its hidden states cannot be captured.
+        ConfigError: it cannot be loaded, its hidden states cannot be captured, or it has no
+            positions for so long a sequence.
     """
     folder = target_folder(path)
-    model = load_target(folder, dtype, device, max_positions=max_positions)
+    longest = load_model_config(folder).longest_context
+    if seq_len > longest:
+        raise ConfigError(f"seq_len {seq_len} is more than the target's context, {longest} tokens.")
+    model = load_target(folder, dtype, device, max_positions=seq_len)
+    _check(model, folder)
     return FrozenTarget(model, folder)
 
 

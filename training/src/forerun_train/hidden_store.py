@@ -8,7 +8,6 @@ missing is made when the store is opened again.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -16,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 from forerun.core.errors import ConfigError, shown
-from forerun.models.safetensors_files import fingerprint
 from forerun_train.batch import Batch, HiddenStates
+from forerun_train.files import write_tensors, write_text
 from forerun_train.hidden_states import FrozenTarget
 from forerun_train.trainer.options import TrainOptions
 
@@ -45,10 +43,7 @@ class HiddenStore:
         """Stores a batch; `position`: where the data stands behind it."""
         fields = (batch.input_ids, batch.loss_mask, batch.document_ids, batch.position_ids)
         values = dict(zip(KEYS, (*fields, states.aux, states.final), strict=True))
-        made = self.shard(index).with_suffix(".making")
-        metadata = {"position": json.dumps(position)}
-        save_file({k: v.cpu().contiguous() for k, v in values.items()}, made, metadata)
-        os.replace(made, self.shard(index))
+        write_tensors(self.shard(index), values, {"position": json.dumps(position)})
 
     def read(self, index: int) -> Batch:
         """A batch, on the CPU."""
@@ -98,6 +93,7 @@ class StorePlan:
     layer_ids: tuple[int, ...]
     rank: int
     world_size: int
+    contents: Mapping[str, str]  # fingerprints of target and data
 
     @property
     def batches(self) -> int:
@@ -116,7 +112,7 @@ class StorePlan:
         options = self.options
         names = ("data", "template", "seq_len", "batch_size", "seed", "validation_share")
         return {
-            "target": fingerprint(self.target.folder),
+            **self.contents,
             "target_layer_ids": list(self.layer_ids),
             "dtype": str(self.target.dtype).removeprefix("torch."),
             "processes": self.world_size,
@@ -143,7 +139,7 @@ def open_store(plan: StorePlan, stream: Any) -> HiddenStore:
         return store
     _check_room(folder, plan, done)
     if plan.rank == 0:
-        (folder / META).write_text(json.dumps(plan.description(), indent=1))
+        write_text(folder / META, json.dumps(plan.description(), indent=1))
     if done:
         stream.load_state_dict(store.position(done - 1))
     for index, host in zip(range(done, plan.batches), stream, strict=False):

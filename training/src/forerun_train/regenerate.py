@@ -30,6 +30,7 @@ from forerun_train.data.records import (
     parse_prompt,
     raw_lines,
 )
+from forerun_train.files import write_text
 
 SEEDS = 2**63  # seeds of answers are below
 
@@ -137,7 +138,7 @@ class Answers:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("a", encoding="utf-8")
             self._lock()
-            _write_whole(self.sidecar, json.dumps(wanted, indent=1) + "\n")
+            write_text(self.sidecar, json.dumps(wanted, indent=1) + "\n")
             self.done = self._answered()
         except OSError as error:
             raise ConfigError(f"{error.filename} cannot be written: {error.strerror}.") from None
@@ -319,10 +320,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(k): _plain(v) for k, v in value.items()}
     return value if isinstance(value, str | int | float | bool | None) else str(value)
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """Replaces a file at once."""
-    beside = path.with_name(path.name + ".new")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(path)

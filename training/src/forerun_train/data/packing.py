@@ -54,34 +54,28 @@ class PackedStream:
     def __init__(
         self,
         source: Records,
-        tokenizer: Any,
-        template: str | None,
+        renderer: Renderer,
         seq_len: int,
         batch_size: int,
         seed: int,
-        rank: int = 0,
-        world_size: int = 1,
+        rows: slice | None = None,
     ) -> None:
         """
         Args:
-            template: a file with a chat template; None: the tokenizer's own.
-            batch_size: sequences of all ranks together, a multiple of `world_size`.
+            batch_size: sequences of all ranks together.
+            rows: those of this rank; None: all.
 
         Raises:
-            ConfigError: the source is empty, or the batch cannot be divided.
+            ConfigError: the source is empty.
         """
         if not len(source):
             raise ConfigError("there is no record to make batches of.")
-        if batch_size % world_size:
-            raise ConfigError(
-                f"batch_size {batch_size} cannot be divided among {world_size} processes."
-            )
         self._source, self._seq_len, self._seed = source, seq_len, seed
-        self._batch_size = batch_size
-        self._renderer = Renderer.of(tokenizer, template)
+        self._batch_size, self._renderer = batch_size, renderer
+        tokenizer = renderer.tokenizer
         self._padding = int(tokenizer.pad_token_id or tokenizer.eos_token_id or 0)
-        own = batch_size // world_size
-        self._lanes = {row: Lane() for row in range(rank * own, (rank + 1) * own)}
+        own = range(batch_size)[rows or slice(None)]
+        self._lanes = {row: Lane() for row in own}
         self._orders: dict[int, NDArray[np.int64]] = {}
         self._bad: set[int] = set()
 

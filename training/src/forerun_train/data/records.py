@@ -107,6 +107,11 @@ def _fields(line: bytes, where: str) -> dict[str, Any]:
         raise DataError(f"{where}: an empty line.")
     try:
         value = json.loads(line)
+        if b"\\u" in line:  # an escape can be half of a pair of surrogates
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(error.object[error.start]):04x}"
+        raise DataError(f"{where}: {half} is half a character, which no text can have.") from None
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: not JSON: {first_line(error)}.") from None
     if not isinstance(value, dict):
@@ -232,6 +237,11 @@ class Lines:
     def where(self, index: int) -> str:
         """file:line."""
         return f"{self.files[int(self.file[index])]}:{int(self.number[index])}"
+
+    @property
+    def fingerprint(self) -> str:
+        """Of what the lines say, in their order."""
+        return hashlib.blake2b(self.key.tobytes(), digest_size=8).hexdigest()
 
     def take(self, chosen: NDArray[Any]) -> Lines:
         """Some of them: an index or a mask."""

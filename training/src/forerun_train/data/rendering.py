@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jinja2 import TemplateSyntaxError
 from numpy.typing import NDArray
 
-from forerun.core.errors import ConfigError, first_line
+from forerun.core.errors import ConfigError, first_line, shown
 from forerun_train.data.records import DataError, Message, Record
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -52,12 +53,14 @@ class Renderer:
 
     tokenizer: Any
     template: str | None = None  # Jinja; None: the tokenizer's own
+    vocab_size: int | None = None  # of the target; None: not checked
     marked: bool = field(init=False)  # the template says which tokens are the assistant's
 
     def __post_init__(self) -> None:
         """
         Raises:
-            ConfigError: the tokenizer cannot tell where in a text its tokens are.
+            ConfigError: the tokenizer cannot tell where in a text its tokens are, or the template
+                is none.
         """
         if not self.tokenizer.is_fast:
             raise ConfigError(
@@ -67,20 +70,36 @@ class Renderer:
         self._ends = np.array(self.tokenizer.all_special_ids, dtype=np.int32)
         template = self.template or self.tokenizer.chat_template
         self.marked = isinstance(template, str) and GENERATION.search(template) is not None
+        if self.template is not None:
+            self._check_syntax(self.template)
 
     @classmethod
-    def of(cls, tokenizer: Any, template: str | None) -> Renderer:
+    def of(cls, tokenizer: Any, template: str | None, vocab_size: int | None = None) -> Renderer:
         """With the chat template in a file, or given as text; None: the tokenizer's own.
 
         Raises:
-            ConfigError: there is no such file, or the tokenizer is too slow.
+            ConfigError: there is no such file, it is no template, or the tokenizer is too slow.
         """
-        if template is None or "{" in template:
-            return cls(tokenizer, template)
+        if template is not None and "{" not in template:
+            try:
+                template = Path(template).expanduser().read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigError(
+                    f"template {template} cannot be read: {first_line(error)}. Give the file of a"
+                    " chat template, in Jinja."
+                ) from None
+        return cls(tokenizer, template, vocab_size)
+
+    def _check_syntax(self, template: str) -> None:
+        message = {"role": "user", "content": ""}
         try:
-            return cls(tokenizer, Path(template).expanduser().read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"chat template {template} cannot be read: {error}.") from None
+            self.tokenizer.apply_chat_template([message], chat_template=template, tokenize=False)
+        except TemplateSyntaxError as error:
+            raise ConfigError(
+                f"the chat template is not valid Jinja: line {error.lineno}: {first_line(error)}."
+            ) from None
+        except Exception:  # noqa: BLE001, S110  it may well refuse such a conversation
+            pass
 
     def documents(self, records: Sequence[Record]) -> list[list[Document] | DataError]:
         """The documents of each record, or why it has none.
@@ -103,10 +122,22 @@ class Renderer:
             found = out[at]
             assert isinstance(found, list)
             found.append(document)
-        for at, found in enumerate(out):
-            if isinstance(found, list) and not any(each.labels.any() for each in found):
-                out[at] = DataError(f"{records[at].where}: no token of it is the assistant's.")
-        return out
+        return [self._checked(found, records[at].where) for at, found in enumerate(out)]
+
+    def _checked(self, found: list[Document] | DataError, where: str) -> list[Document] | DataError:
+        """The documents, or why they are of no use."""
+        if isinstance(found, DataError):
+            return found
+        if not any(each.labels.any() for each in found):
+            return DataError(f"{where}: no token of it is the assistant's.")
+        highest = max(int(each.ids.max()) for each in found if len(each.ids))
+        if self.vocab_size is not None and highest >= self.vocab_size:
+            token = shown(self.tokenizer.convert_ids_to_tokens(highest))
+            return DataError(
+                f"{where}: token {token} has id {highest}, and the target's vocabulary ends at"
+                f" {self.vocab_size - 1}: its tokenizer is that of another model."
+            )
+        return found
 
     def render(self, record: Record, count: int, answer_follows: bool) -> str:
         """The first `count` messages in the template.

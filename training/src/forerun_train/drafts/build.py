@@ -69,8 +69,7 @@ class BuiltDraft:
         Raises:
             ConfigError: tensors are missing, others are there, or their shapes differ.
         """
-        files = sorted(folder.glob("*.safetensors"))
-        found = {name: tensor for file in files for name, tensor in load_file(file).items()}
+        found = _tensors(folder)
         own = {self._stored_as(name): p for name, p in self.model.named_parameters()}
         extra = {OFFSETS, KNOWN, OWN_HEAD} - own.keys()
         differing = sorted(own.keys() ^ (found.keys() - extra))
@@ -103,6 +102,9 @@ def build_draft(
     """
     torch.manual_seed(options.seed)
     check_layers(options, target.config)
+    wanted, has = options.draft_vocab_size, target.config.vocab_size if ids is None else len(ids)
+    if options.initial_draft is not None and wanted not in (None, has):
+        raise ConfigError(f"initial_draft has draft_vocab_size {has}, this run {wanted}.")
     request = Request(options, target, mask_token, DraftVocabulary(target, ids))
     built = BUILDERS[options.kind](request)
     if options.initial_draft is not None:
@@ -159,7 +161,10 @@ def _dflash(request: Request) -> BuiltDraft:
 
 def _eagle3(request: Request) -> BuiltDraft:
     options, target = request.options, request.target.config
-    raw = eagle3_config(options, target, request.draft_vocab)
+    if options.initial_draft is None:
+        raw = eagle3_config(options, target, request.draft_vocab)
+    else:
+        raw = _initial_config(Path(options.initial_draft))
     config = parse_eagle3_config(raw, "the draft's config")
     layers = config.target_layers(target.num_layers)
     body = EagleBody(config.model, config.aux_hidden_size, request.max_positions)
@@ -238,7 +243,29 @@ PLAIN_LAYERS: tuple[type[PreNormDecoderLayer], ...] = (
 def _initial_config(folder: Path) -> dict[str, Any]:
     if not (folder / "config.json").is_file():
         raise ConfigError(f"initial_draft {folder} has no config.json; give an exported draft.")
-    return dict(read_json(folder / "config.json"))
+    raw = read_json(folder / "config.json")
+    if "speculators_model_type" in raw:
+        raise ConfigError(
+            f"initial_draft {folder} has the layout of speculators; give one that was exported"
+            " with --layout z-lab."
+        )
+    return raw
+
+
+def initial_vocabulary(folder: Path) -> Tensor | None:
+    """The tokens of a draft's pruned vocabulary, [V_d] int64; None: it has all.
+
+    Raises:
+        ConfigError: it is no draft.
+    """
+    _initial_config(folder)
+    offsets = _tensors(folder).get(OFFSETS)
+    return None if offsets is None else offsets + torch.arange(len(offsets))
+
+
+def _tensors(folder: Path) -> dict[str, Tensor]:
+    files = sorted(folder.glob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 BUILDERS: Mapping[str, Callable[[Request], BuiltDraft]] = {

@@ -13,16 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from forerun.core.errors import ConfigError, shown
-from forerun_train.export import replace_folder
+from forerun_train.files import disk_errors, replace_folder, write_tensors, write_text
 from forerun_train.trainer.distributed import Ranks, divided_as, whole, whole_parameters
 from forerun_train.trainer.optimizer import Optimizers
 
 KEPT = 2  # the newest checkpoints
 MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+MAKING = ".making"  # has no name yet
+FALL_BACK = "Remove {}, and --resume goes on from the checkpoint before."
 
 
 class Checkpoints:
@@ -33,8 +35,11 @@ class Checkpoints:
 
     def newest(self) -> Path | None:
         """The last complete checkpoint."""
-        found = sorted(self.folder.glob("step-*"), key=lambda each: int(each.name[5:]))
-        return found[-1] if found else None
+        return next(reversed(self._complete()), None)
+
+    def _complete(self) -> list[Path]:
+        """Checkpoints from the oldest to the newest."""
+        return sorted(each.parent for each in self.folder.glob(f"step-{8 * '[0-9]'}*/{STATE}"))
 
     def save(
         self, step: int, model: nn.Module, optimizers: Optimizers, state: Mapping[str, Any]
@@ -46,28 +51,40 @@ class Checkpoints:
         parameters, moments = whole_parameters(model), optimizer_tensors(optimizers)
         if not self._ranks.first:
             return
-        made = self.folder / f".making-step-{step}"
-        shutil.rmtree(made, ignore_errors=True)
+        made = self.folder / MAKING
+        shutil.rmtree(made, ignore_errors=True)  # of a process that was killed
         made.mkdir(parents=True)
-        save_file({n: t.cpu().contiguous() for n, t in parameters.items()}, made / MODEL)
-        save_file({n: t.cpu().contiguous() for n, t in moments.items()}, made / OPTIMIZER)
-        (made / STATE).write_text(json.dumps({"step": step, **state}, indent=1))
+        write_tensors(made / MODEL, parameters)
+        write_tensors(made / OPTIMIZER, moments)
+        write_text(made / STATE, json.dumps({"step": step, **state}, indent=1))
         replace_folder(made, self.folder / f"step-{step:08d}")
-        for old in sorted(self.folder.glob("step-*"))[:-KEPT]:
+        for old in self._complete()[:-KEPT]:
             shutil.rmtree(old)
 
     def load(self, folder: Path, model: nn.Module, optimizers: Optimizers) -> None:
-        """Fills model and optimizers from a checkpoint."""
-        parameters = load_file(folder / MODEL)
+        """Fills model and optimizers from a checkpoint.
+
+        Raises:
+            ConfigError: a file is damaged.
+        """
+        with disk_errors(folder, FALL_BACK.format(folder)):
+            parameters, moments = load_file(folder / MODEL), load_file(folder / OPTIMIZER)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(divided_as(parameters[name], parameter))
-        load_optimizer_tensors(optimizers, load_file(folder / OPTIMIZER))
+        load_optimizer_tensors(optimizers, moments)
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """What was given to `Checkpoints.save`, and the step."""
-    state: dict[str, Any] = json.loads((folder / STATE).read_text())
+    """What was given to `Checkpoints.save`, and the step.
+
+    Raises:
+        ConfigError: the file is damaged.
+    """
+    try:
+        state: dict[str, Any] = json.loads((folder / STATE).read_text())
+    except ValueError:
+        raise ConfigError(f"{folder / STATE} is damaged. {FALL_BACK.format(folder)}") from None
     return state
 
 
@@ -84,6 +101,20 @@ def check_same_settings(stored: Mapping[str, Any], now: Mapping[str, Any]) -> No
         raise ConfigError(
             f"A resumed run keeps its settings, but {changes}. Restore them, or start anew in"
             " another output folder."
+        )
+
+
+def check_same_contents(stored: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Compares fingerprints of what the settings name.
+
+    Raises:
+        ConfigError: the run that is resumed read something else under the same names.
+    """
+    differing = [name for name in now if stored.get(name) != now[name]]
+    if differing:
+        raise ConfigError(
+            f"A resumed run goes on with what it began with, but {' and '.join(differing)} changed"
+            " since. Put back what was there, or start anew in another output folder."
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from typing import Any
@@ -115,14 +116,17 @@ class TrainOptions:
         unknown = set(self.logs) - set(LOGS)
         if unknown:
             raise ConfigError(f"logs {shown(min(unknown))} is not known; one of: {_list(LOGS)}.")
-        for name, least in LEAST.items():
+        for name, (least, most) in RANGES.items():
             value = getattr(self, name)
-            if value is not None and value < least:
-                raise ConfigError(f"{name} must be at least {least}, got {value}.")
+            if value is not None and not (least <= value <= most and math.isfinite(value)):
+                limits = f"at least {least}" + (f", at most {most}" if most < MOST else "")
+                raise ConfigError(f"{name} must be {limits}, got {value}.")
         if not 0 < self.validation_share < 1:
             raise ConfigError(
                 f"validation_share must lie between 0 and 1, got {self.validation_share}."
             )
+        if self.stored_batches is not None and self.hidden_states is None:
+            raise ConfigError("stored_batches needs hidden_states, the folder to store them in.")
         if self.block_size > self.seq_len:
             raise ConfigError(
                 f"block_size {self.block_size} is larger than seq_len {self.seq_len}: no block"
@@ -155,19 +159,24 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "dtype": ("auto", "bfloat16", "float32"),
     "markov_head_type": ("vanilla", "gated", "rnn"),
 }
-LEAST: Mapping[str, float] = {
-    "num_layers": 1, "block_size": 2, "seq_len": 16, "batch_size": 1, "anchors": 1,
-    "max_steps": 1, "micro_batch": 1, "stored_batches": 1,
-    "head_rank": 1, "selector_top_k": 1, "validation_batches": 1,
-    "learning_rate": 0, "decay": 0.01, "dpace": 0, "save_every": 1, "validate_every": 1,
-    "log_every": 1, "ce_weight": 0, "kl_weight": 0, "l1_weight": 0, "max_minutes": 0.01,
-    "draft_vocab_size": 16, "max_errors": 0, "clip": 0, "intermediate_size": 1, "weight_decay": 0,
+MOST = math.inf
+RANGES: Mapping[str, tuple[float, float]] = {  # the least and the most
+    "num_layers": (1, MOST), "block_size": (2, MOST), "seq_len": (16, MOST),
+    "batch_size": (1, MOST), "anchors": (1, MOST), "max_steps": (1, MOST),
+    "micro_batch": (1, MOST), "stored_batches": (1, MOST), "head_rank": (1, MOST),
+    "selector_top_k": (1, MOST), "intermediate_size": (1, MOST), "draft_vocab_size": (16, MOST),
+    "mask_token_id": (0, MOST), "max_errors": (0, MOST), "validation_batches": (1, MOST),
+    "validate_every": (1, MOST), "save_every": (1, MOST), "log_every": (1, MOST),
+    "max_minutes": (0.01, MOST), "learning_rate": (0, MOST), "final_learning_rate": (0, 1),
+    "warmup": (0, 1), "weight_decay": (0, MOST), "clip": (0, MOST), "decay": (0.01, MOST),
+    "dpace": (0, 1), "ce_weight": (0, MOST), "kl_weight": (0, MOST), "l1_weight": (0, MOST),
+    "seed": (0, 2**32 - 1),
 }  # fmt: skip
 
 # A resumed run may differ in these: they change where it runs and what it shows, not its course.
 FREE = (
     "output", "resume", "layout", "log_every", "validate_every", "save_every", "logs", "view",
-    "micro_batch", "activation_checkpointing", "compile",
+    "micro_batch", "activation_checkpointing", "compile", "max_errors",
 )  # fmt: skip
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from forerun_train.files import write_text
 from forerun_train.trainer.view import LOG, lines_of, short
 
 REPORT = "report.html"
@@ -47,7 +48,7 @@ def write_report(output: Path, settings: Mapping[str, Any]) -> Path | None:
     ]
     page = f"<!doctype html><meta charset=utf-8><title>Training</title><style>{STYLE}</style>"
     path = output / REPORT
-    path.write_text(page + "\n".join(body) + "\n")
+    write_text(path, page + "\n".join(body) + "\n")
     return path
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -13,19 +14,28 @@ import torch
 from torch import Tensor
 
 from forerun.core.errors import ConfigError, first_line
+from forerun.models.safetensors_files import fingerprint
 from forerun.models.tokenizer import load_tokenizer
 from forerun_train.batch import Batch
-from forerun_train.drafts.build import BuiltDraft, build_draft
+from forerun_train.data.packing import PackedStream
+from forerun_train.data.records import open_records
+from forerun_train.data.rendering import Renderer
+from forerun_train.drafts.build import BuiltDraft, build_draft, initial_vocabulary
 from forerun_train.drafts.mask_token import choose_mask_token
 from forerun_train.drafts.speculators import (
     check_kind,
     speculators_config,
     speculators_tensors,
 )
-from forerun_train.export import export_draft
+from forerun_train.files import disk_errors, export_draft
 from forerun_train.hidden_states import FrozenTarget, load_frozen_target
 from forerun_train.hidden_store import StoredStream, StorePlan, open_store
-from forerun_train.trainer.checkpoint import Checkpoints, check_same_settings, read_state
+from forerun_train.trainer.checkpoint import (
+    Checkpoints,
+    check_same_contents,
+    check_same_settings,
+    read_state,
+)
 from forerun_train.trainer.distributed import Ranks, joined_ranks, shard, whole_parameters
 from forerun_train.trainer.flops import flops_per_step, peak_flops
 from forerun_train.trainer.loop import Ahead, Progress, Stream, Trainer, Window
@@ -36,6 +46,7 @@ from forerun_train.trainer.validation import validate
 from forerun_train.trainer.view import Log
 
 DRAFT = "draft"  # the exported one, in the output folder
+GO_ON = "What was saved before is intact: repair that, and --resume goes on."
 COUNTED_BATCHES = 64  # of which a pruned vocabulary's frequencies are taken
 
 
@@ -45,16 +56,26 @@ class Data:
 
     train: Callable[[], Stream]
     validation: Callable[[], Stream]
+    fingerprint: str = ""  # of what they say
 
 
-OpenData = Callable[[TrainOptions, Any, Ranks], Data]
+@dataclass(frozen=True)
+class Reader:
+    """Who reads the data: a target with its tokenizer, in one of the ranks."""
+
+    tokenizer: Any
+    vocab_size: int
+    ranks: Ranks
+
+
+OpenData = Callable[[TrainOptions, Reader], Data]
 
 
 def run(options: TrainOptions, open_data: OpenData | None = None) -> Path:
     """Trains, and returns the folder of the exported draft.
 
     Args:
-        open_data: (options, tokenizer, ranks) -> the data; None: what `options.data` names.
+        open_data: makes the data of a run; None: what `options.data` names.
 
     Raises:
         ConfigError: whatever cannot be done, before it starts.
@@ -63,23 +84,41 @@ def run(options: TrainOptions, open_data: OpenData | None = None) -> Path:
     if options.layout == "speculators":
         check_kind(options.kind)
     output = Path(options.output)
-    with joined_ranks(options.device, options.batch_size) as ranks:
+    with joined_ranks(options.device, options.batch_size) as ranks, disk_errors(output, GO_ON):
         checkpoint = _resumed(options, Checkpoints(output, ranks))
         dtype = compute_dtype(options.dtype, ranks.device)
-        target = load_frozen_target(
-            options.target, dtype, ranks.device, options.seq_len + options.block_size
-        )
+        target = load_frozen_target(options.target, dtype, ranks.device, options.seq_len)
         tokenizer = load_tokenizer(target.folder)
-        data = (open_data or open_records_of)(options, tokenizer, ranks)
-        mask = choose_mask_token(tokenizer, target.config.vocab_size, options.mask_token_id)
-        built = build_draft(options, target, mask, _frequent(options, data, target, ranks))
-        shard(built.model, ranks, dtype)
-        needed = check_memory(options, target, built.model, ranks.size)
-        if ranks.first:
-            print(needed, flush=True)
-        job = Job(options, ranks, target, built, data)
-        job.train(checkpoint)
+        vocab_size = target.config.vocab_size
+        data = (open_data or open_records_of)(options, Reader(tokenizer, vocab_size, ranks))
+        mask = choose_mask_token(tokenizer, vocab_size, options.mask_token_id)
+        train(options, ranks, target, data, mask, checkpoint)
     return output / DRAFT
+
+
+def train(
+    options: TrainOptions,
+    ranks: Ranks,
+    target: FrozenTarget,
+    data: Data,
+    mask_token: int,
+    checkpoint: Path | None = None,
+) -> None:
+    """Trains a draft for a loaded target, from a checkpoint or from the beginning.
+
+    Raises:
+        ConfigError: whatever cannot be done.
+    """
+    contents = {"the target": fingerprint(target.folder), "the data": data.fingerprint}
+    if checkpoint is not None:
+        check_same_contents(read_state(checkpoint)["contents"], contents)
+    ids = _vocabulary(options, data, target, ranks)
+    built = build_draft(options, target, mask_token, ids)
+    shard(built.model, ranks, target.dtype)
+    needed = check_memory(options, target, built.model, ranks.size)
+    if ranks.first:
+        print(needed, flush=True)
+    Job(options, ranks, target, built, data, contents).train(checkpoint)
 
 
 def compute_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -89,30 +128,22 @@ def compute_dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if name == "bfloat16" else torch.float32
 
 
-def open_records_of(options: TrainOptions, tokenizer: Any, ranks: Ranks) -> Data:
+def open_records_of(options: TrainOptions, reader: Reader) -> Data:
     """The records of `options.data`, packed."""
-    from forerun_train.data.packing import PackedStream
-    from forerun_train.data.records import open_records
-
+    renderer = Renderer.of(reader.tokenizer, options.template, reader.vocab_size)
     train, validation = open_records(
         options.data, options.validation_share, options.seed, options.max_errors
     )
-    if ranks.first and train.skipped.count:
+    if reader.ranks.first and train.skipped.count:
         print(train.skipped, flush=True)
-
-    def stream(source: Any) -> Stream:
-        return PackedStream(
-            source,
-            tokenizer,
-            options.template,
-            options.seq_len,
-            options.batch_size,
-            options.seed,
-            ranks.rank,
-            ranks.size,
-        )
-
-    return Data(lambda: stream(train), lambda: stream(validation))
+    sizes = options.seq_len, options.batch_size, options.seed
+    rows = reader.ranks.rows(options.batch_size)
+    said = [train.lines.fingerprint, validation.lines.fingerprint, renderer.template or ""]
+    return Data(
+        lambda: PackedStream(train, renderer, *sizes, rows),
+        lambda: PackedStream(validation, renderer, *sizes, rows),
+        hashlib.sha256("\n".join(said).encode()).hexdigest()[:16],
+    )
 
 
 def _resumed(options: TrainOptions, checkpoints: Checkpoints) -> Path | None:
@@ -131,14 +162,23 @@ def _resumed(options: TrainOptions, checkpoints: Checkpoints) -> Path | None:
     return newest
 
 
-def _frequent(
+def _vocabulary(
     options: TrainOptions, data: Data, target: FrozenTarget, ranks: Ranks
 ) -> Tensor | None:
-    """The most frequent labels, for a pruned vocabulary: [V_d] int64, rising."""
-    size = options.draft_vocab_size
-    if size is None or size >= target.config.vocab_size:
+    """The tokens of a pruned vocabulary, [V_d] int64, rising: those of the draft that a run begins
+    with, or the most frequent labels; None: it is not pruned.
+
+    Raises:
+        ConfigError: the target has not so many.
+    """
+    size, whole = options.draft_vocab_size, target.config.vocab_size
+    if options.initial_draft is not None:
+        return initial_vocabulary(Path(options.initial_draft))
+    if size is not None and size > whole:
+        raise ConfigError(f"draft_vocab_size {size} is more than the target has, {whole} tokens.")
+    if size is None or size == whole:
         return None
-    counts = torch.zeros(target.config.vocab_size, dtype=torch.int64)
+    counts = torch.zeros(whole, dtype=torch.int64)
     for _, batch in zip(range(COUNTED_BATCHES), data.train(), strict=False):
         labels = batch.input_ids[batch.loss_mask]
         counts += torch.bincount(labels, minlength=len(counts))
@@ -168,6 +208,7 @@ class Job:
     target: FrozenTarget
     built: BuiltDraft
     data: Data
+    contents: dict[str, str]  # fingerprints of what a resumed run must find again
     best: float = -1.0  # accept length
     progress: Progress = field(init=False)
 
@@ -202,6 +243,10 @@ class Job:
                 f" --micro-batch below {size} or --activation-checkpointing, and --resume; the"
                 " result stays the same."
             ) from None
+        except KeyboardInterrupt:
+            if self.ranks.first:
+                print(f"Stopped at step {self.progress.step}; {self._kept}. --resume goes on.")
+            raise
         finally:
             self._log.close()
 
@@ -211,7 +256,7 @@ class Job:
             return self.data.train()
         layers = self.built.model.target_layer_ids
         ranks = self.ranks.rank, self.ranks.size
-        plan = StorePlan(self.options, self.target, layers, *ranks)
+        plan = StorePlan(self.options, self.target, layers, *ranks, self.contents)
         return StoredStream(open_store(plan, self.data.train()))
 
     def _steps(self, batches: Ahead) -> None:
@@ -247,12 +292,16 @@ class Job:
         """
         if math.isfinite(line["loss"]) and math.isfinite(line["gradient_norm"]):
             return line
-        newest = self._checkpoints.newest()
-        kept = "nothing was saved yet" if newest is None else f"{newest.name} is intact"
         raise ConfigError(
-            f"The loss is {line['loss']} before step {self.progress.step}; {kept}. Lower"
+            f"The loss is {line['loss']} before step {self.progress.step}; {self._kept}. Lower"
             " learning_rate, or set dtype to float32, and start anew in another output folder."
         )
+
+    @property
+    def _kept(self) -> str:
+        """What a run that ends here leaves."""
+        newest = self._checkpoints.newest()
+        return "nothing was saved yet" if newest is None else f"{newest.name} is intact"
 
     def _is_due(self, every: int) -> bool:
         return self.progress.ended or self.progress.step % every == 0
@@ -320,6 +369,7 @@ class Job:
     def _save(self, position: dict[str, Any]) -> None:
         state = {
             "settings": self.options.settings(),
+            "contents": self.contents,
             "data": self.ranks.joined(position),
             "progress": self.progress.state(),
             "best": self.best,

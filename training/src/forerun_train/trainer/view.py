@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from forerun.core.errors import ConfigError
+from forerun_train.files import write_text
 from forerun_train.trainer.options import TrainOptions
 
 LOG = "log.jsonl"
@@ -40,7 +41,7 @@ class Log:
             output.mkdir(parents=True, exist_ok=True)
             kept = [] if resumed_at is None else lines_of(self._path)
             kept = [line for line in kept if line.get("step", 0) <= (resumed_at or 0)]
-            self._path.write_text("".join(json.dumps(line) + "\n" for line in kept))
+            write_text(self._path, "".join(json.dumps(line) + "\n" for line in kept))
             if self._view is not None:
                 self._view.start(kept)
 
