@@ -6,7 +6,12 @@ from typing import Any
 
 import torch
 
-from forerun.kernels.attention.fixed_order import _chunk_kernel, _fold_kernel, _step_kernel
+from forerun.kernels.attention.fixed_order import (
+    MAX_STORING_STAGES,
+    _chunk_kernel,
+    _fold_kernel,
+    _step_kernel,
+)
 from forerun.kernels.attention.mla_fixed_order import _latent_kernel
 from forerun.kernels.attention.tiles import (
     LatentShape,
@@ -50,7 +55,8 @@ def attention(
     def make(name: str, targets: tuple[str, ...], gpu: GpuInfo) -> Case:
         tile, common = fixed_order_tile(gpu, dim, dtype), _common(dim, page, group, dtype)
         blocks, options = _tiles(tile)
-        blocks["STAGES"] = tile.num_stages
+        stages = tile.num_stages if whole else min(tile.num_stages, MAX_STORING_STAGES)
+        blocks["STAGES"] = stages
         if not q_len:
             blocks["TILE_TOKENS"] = tile.block_m // group
         return Case(
@@ -58,7 +64,7 @@ def attention(
             _step_kernel if q_len else _chunk_kernel,
             signature,
             {k: v for k, v in (common | own | blocks | more).items() if k != "MASK"},
-            {k: v for k, v in options.items() if k != "maxnreg"},
+            {k: v for k, v in options.items() if k != "maxnreg"} | {"num_stages": stages},
             targets=targets,
             multiples=("q_token_stride", "q_head_stride"),
             matrix=dtype != torch.float32,

@@ -46,7 +46,8 @@ from forerun.kernels.runtime.jit import jit, tl, triton
 from forerun.kernels.runtime.pdl import pdl_options
 from forerun.kernels.speculation.tree import unpack_bits
 
-CTAS_PER_SM = 4  # a context is divided among CTAs while there are fewer
+CTAS_PER_SM = 2  # at most, of those among which contexts are divided
+MAX_STORING_STAGES = 2  # of CTAs that store segments: so two fit on an SM of Hopper
 FOLD_SIZE = 2048  # elements of a segment's results that a CTA of the second kernel folds at once
 FOLD_AHEAD = 8  # segments whose results it requests at once
 
@@ -74,14 +75,15 @@ def num_segments(positions: int) -> int:
     return (last - 4096) // 1024 + 33 if last < 16384 else (last - 16384) // 4096 + 45
 
 
-def choose_ctas(gpu: GpuInfo, tiles: int, positions: int) -> int:
+def choose_ctas(gpu: GpuInfo, tiles: int, positions: int, per_sm: int = CTAS_PER_SM) -> int:
     """CTAs among which a context of at most `positions` is divided; 1: one CTA folds all of it.
 
-    The number changes where sums are computed, not how.
+    While there are fewer tiles than SMs, an SM gets up to `per_sm`. The number changes where sums
+    are computed, not how.
     """
     if tiles >= gpu.num_sms:
         return 1
-    return min(num_segments(positions), -(-CTAS_PER_SM * gpu.num_sms // tiles))
+    return min(num_segments(positions), per_sm * gpu.num_sms // tiles)
 
 
 def fixed_order_attention(
@@ -116,9 +118,10 @@ def fixed_order_attention(
     batch, row_tiles = kv.start.shape[0], triton.cdiv(group * q_len, tile.block_m)
     ctas = choose_ctas(gpu, batch * kv.num_kv_heads * row_tiles, kv_len_ub)
     out = torch.empty((total, heads, dim), dtype=q.dtype, device=q.device)
-    partial, stats = out, out
+    partial, stats, stages = out, out, tile.num_stages
     segments = num_segments(kv_len_ub)
     if ctas > 1:
+        stages = min(stages, MAX_STORING_STAGES)
         shape = (total, heads, segments)
         partial = torch.empty((*shape, dim), dtype=torch.float32, device=q.device)
         stats = torch.empty((*shape, 2), dtype=torch.float32, device=q.device)
@@ -128,8 +131,8 @@ def fixed_order_attention(
         mask.sinks, mask.qk_scale(scale),
         q.stride(0), q.stride(1), kv.page_table.stride(0), segments,
         GROUP=group, KV_HEADS=kv.num_kv_heads, Q_LEN=q_len, PREFETCH_LEN=PREFETCH_LEN,
-        WHOLE=ctas == 1, TREE=paths is not None, **_constants(q, kv, mask, tile),
-        num_warps=tile.num_warps, num_stages=tile.num_stages, **pdl_options(q),
+        WHOLE=ctas == 1, TREE=paths is not None, STAGES=stages, **_constants(q, kv, mask, tile),
+        num_warps=tile.num_warps, num_stages=stages, **pdl_options(q),
     )  # fmt: skip
     if ctas > 1:
         fold_segments(partial, stats, out, kv.start, mask, q_len)
@@ -182,7 +185,7 @@ def fixed_order_prefill(
         q, as_bits(kv.k), as_bits(kv.v), out, kv.page_table, kv.start, tile_map.entries,
         mask.sinks, mask.qk_scale(scale), q.stride(0), q.stride(1), kv.page_table.stride(0),
         TILE_TOKENS=tile_map.tokens_per_tile, GROUP=heads // kv.num_kv_heads,
-        KV_HEADS=kv.num_kv_heads, **_constants(q, kv, mask, tile),
+        KV_HEADS=kv.num_kv_heads, STAGES=tile.num_stages, **_constants(q, kv, mask, tile),
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     return out
@@ -201,7 +204,6 @@ def _constants(q: Tensor, kv: PagedKV, mask: MaskSpec, tile: TileConfig) -> dict
         "BLOCK_N": tile.block_n,
         "BLOCK_D": triton.next_power_of_2(dim),
         "SOFTCAP": mask.softcap_constant,
-        "STAGES": tile.num_stages,
     }
 
 
@@ -271,20 +273,18 @@ def _attend_block(
 
 
 @jit
-def _attend_segment(
-    q, segment, token, start, full, low, high, table, k_ptr, v_ptr, qk_scale,
+def _attend_blocks(
+    q, begin, end, token, start, full, low, high, table, k_ptr, v_ptr, qk_scale,
     row_max, row_sum, acc,
     ROW: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr,
     FP8: tl.constexpr, INT64_OFFSETS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     SOFTCAP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The softmax (row_max [M], row_sum [M], acc [M, D]) after a segment's part of [low, high).
+    """The softmax (row_max [M], row_sum [M], acc [M, D]) after positions [begin, end) of a segment.
 
     All rows see the positions before `full`, unless there is a window.
     """
     d = tl.arange(0, BLOCK_D)
-    begin = tl.maximum(segment_begin(segment), low // BLOCK_N * BLOCK_N)
-    end = tl.minimum(segment_begin(segment + 1), high)
     page = load_page_ids(table, begin, low, high, PAGE_SIZE, BLOCK_N)
     for first in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         offset = kv_slots_of(page, first, low, high, PAGE_SIZE, BLOCK_N, INT64_OFFSETS) * ROW
@@ -297,6 +297,69 @@ def _attend_segment(
             row_max, row_sum, acc, WINDOW, SOFTCAP, BLOCK_N,
         )  # fmt: skip
     return row_max, row_sum, acc
+
+
+@jit
+def _attend_segments(
+    q, segment, end_segment, token, start, full, low, high, table, k_ptr, v_ptr, qk_scale,
+    head, sinks_ptr, out_ptr, stats_ptr, target, inside,
+    WHOLE: tl.constexpr, ROW: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr, FP8: tl.constexpr, INT64_OFFSETS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SOFTCAP: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Some segments of [low, high), the blocks of all in one loop, so that loads run ahead.
+
+    WHOLE: returns their fold, total_sum [M] and total [M, D]; else each one's results are stored,
+    rows `target` [M] of the first one and the next of each that follows.
+    """
+    d = tl.arange(0, BLOCK_D)
+    total_max, total_sum = begin_softmax(sinks_ptr if WHOLE else None, head, BLOCK_M)
+    total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    row_max, row_sum = begin_softmax(None, head, BLOCK_M)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    begin = tl.maximum(segment_begin(segment), low // BLOCK_N * BLOCK_N)
+    end = tl.minimum(segment_begin(end_segment), high)
+    if WINDOW >= 0:  # a tile's rows may see nothing of the first ones
+        for _ in range(segment, tl.minimum(segment_of(low), end_segment)):
+            if not WHOLE:
+                _store_segment(out_ptr, stats_ptr, target, inside, row_max, row_sum, acc, DIM)
+            target += 1
+        segment = tl.maximum(segment, segment_of(low))
+    last = segment_begin(segment + 1)
+    page = load_page_ids(table, begin, low, high, PAGE_SIZE, BLOCK_N)
+    for first in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
+        offset = kv_slots_of(page, first, low, high, PAGE_SIZE, BLOCK_N, INT64_OFFSETS) * ROW
+        k = load_kv(k_ptr, offset, d, DIM, BLOCK_D, FP8).to(q.dtype)
+        v = load_kv(v_ptr, offset, d, DIM, BLOCK_D, FP8).to(q.dtype)
+        page = load_page_ids(table, first + BLOCK_N, low, high, PAGE_SIZE, BLOCK_N)
+        seen = (first + tl.arange(0, BLOCK_N) < high)[None, :]
+        row_max, row_sum, acc = _attend_block(
+            q, k, v, first, seen, first + BLOCK_N > full, start, token, qk_scale,
+            row_max, row_sum, acc, WINDOW, SOFTCAP, BLOCK_N,
+        )  # fmt: skip
+        if first + BLOCK_N >= tl.minimum(last, end):
+            if WHOLE:
+                total_max, total_sum, total = fold(
+                    total_max, total_sum, total, row_max, row_sum, acc
+                )  # fmt: skip
+            else:
+                _store_segment(out_ptr, stats_ptr, target, inside, row_max, row_sum, acc, DIM)
+            target += 1
+            segment += 1
+            last = segment_begin(segment + 1)
+            row_max, row_sum = begin_softmax(None, head, BLOCK_M)
+            acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    return total_sum, total
+
+
+@jit
+def _store_segment(out_ptr, stats_ptr, target, inside, row_max, row_sum, acc, DIM: tl.constexpr):
+    """Stores a segment's results of the rows that are `inside` at rows `target`, both [M]."""
+    d = tl.arange(0, acc.shape[1])
+    mask = inside[:, None] & (d < DIM)[None, :]
+    tl.store(out_ptr + (target * DIM)[:, None] + d[None, :], acc, mask=mask)
+    tl.store(stats_ptr + target * 2, row_max, mask=inside)
+    tl.store(stats_ptr + target * 2 + 1, row_sum, mask=inside)
 
 
 @jit
@@ -356,7 +419,7 @@ def _step_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SOFTCAP: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """One CTA per tile of a request's rows, K/V head, and every so many segments.
+    """One CTA per tile of a request's rows, K/V head, and share of its segments.
 
     WHOLE: it folds all of them and stores the output [T, Hq, D]; else it stores each one's
     results, [T, Hq, segments, D] and [T, Hq, segments, 2].
@@ -382,8 +445,11 @@ def _step_kernel(
     ROW: tl.constexpr = KV_HEADS * DIM
     k_ptr += kv_head * DIM
     v_ptr += kv_head * DIM
-    first_segment = segment_of(oldest(start, WINDOW)) + tl.program_id(1)
+    first_segment = segment_of(oldest(start, WINDOW))
     end_segment = segment_of(start + Q_LEN - 1) + 1
+    share = tl.cdiv(end_segment - first_segment, tl.num_programs(1))
+    first_segment += tl.program_id(1) * share
+    end_segment = tl.minimum(first_segment + share, end_segment)
     if PDL:
         if first_segment < end_segment:
             first = tl.maximum(segment_begin(first_segment), low)
@@ -409,17 +475,19 @@ def _step_kernel(
     if TREE:
         token = tl.load(depth_ptr + at, mask=inside, other=0)
 
-    total_max, total_sum = begin_softmax(sinks_ptr if WHOLE else None, head, BLOCK_M)
-    total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for segment in range(first_segment, end_segment, tl.num_programs(1)):
-        row_max, row_sum = begin_softmax(None, head, BLOCK_M)
-        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        row_max, row_sum, acc = _attend_segment(
-            q, segment, token, start, full, low, high, table, k_ptr, v_ptr, qk_scale,
-            row_max, row_sum, acc, ROW, DIM, PAGE_SIZE, WINDOW, FP8, INT64_OFFSETS, BLOCK_N,
-            BLOCK_D, SOFTCAP, STAGES,
-        )  # fmt: skip
-        if TREE:
+    target = out_row * num_segments + first_segment
+    if TREE:
+        total_max, total_sum = begin_softmax(sinks_ptr if WHOLE else None, head, BLOCK_M)
+        total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        for segment in range(first_segment, end_segment):
+            row_max, row_sum = begin_softmax(None, head, BLOCK_M)
+            acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+            row_max, row_sum, acc = _attend_blocks(
+                q, tl.maximum(segment_begin(segment), low // BLOCK_N * BLOCK_N),
+                tl.minimum(segment_begin(segment + 1), high), token, start, full, low, high,
+                table, k_ptr, v_ptr, qk_scale, row_max, row_sum, acc, ROW, DIM, PAGE_SIZE, WINDOW,
+                FP8, INT64_OFFSETS, BLOCK_N, BLOCK_D, SOFTCAP, STAGES,
+            )  # fmt: skip
             for node in range(first_row, end_row):
                 of_node = request.to(tl.int64) * Q_LEN + node
                 depth = tl.load(depth_ptr + of_node)
@@ -428,13 +496,19 @@ def _step_kernel(
                     table, k_ptr, v_ptr, qk_scale, row_max, row_sum, acc,
                     ROW, DIM, PAGE_SIZE, WINDOW, FP8, INT64_OFFSETS, BLOCK_N, BLOCK_D, SOFTCAP,
                 )  # fmt: skip
-        if WHOLE:
-            total_max, total_sum, total = fold(total_max, total_sum, total, row_max, row_sum, acc)
-        else:
-            target = out_row * num_segments + segment
-            tl.store(out_ptr + (target * DIM)[:, None] + d[None, :], acc, mask=q_mask)
-            tl.store(stats_ptr + target * 2, row_max, mask=inside)
-            tl.store(stats_ptr + target * 2 + 1, row_sum, mask=inside)
+            if WHOLE:
+                total_max, total_sum, total = fold(
+                    total_max, total_sum, total, row_max, row_sum, acc
+                )  # fmt: skip
+            else:
+                _store_segment(out_ptr, stats_ptr, target, inside, row_max, row_sum, acc, DIM)
+            target += 1
+    else:
+        total_sum, total = _attend_segments(
+            q, first_segment, end_segment, token, start, full, low, high, table, k_ptr, v_ptr,
+            qk_scale, head, sinks_ptr, out_ptr, stats_ptr, target, inside, WHOLE, ROW, DIM,
+            PAGE_SIZE, WINDOW, FP8, INT64_OFFSETS, BLOCK_M, BLOCK_N, BLOCK_D, SOFTCAP, STAGES,
+        )  # fmt: skip
     if WHOLE:
         out = finish(total_sum, total).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + (out_row * DIM)[:, None] + d[None, :], out, mask=q_mask)
@@ -518,17 +592,11 @@ def _chunk_kernel(
         low = tl.maximum(full - WINDOW, 0)
     k_ptr += kv_head * DIM
     v_ptr += kv_head * DIM
-    total_max, total_sum = begin_softmax(sinks_ptr, head, BLOCK_M)
-    total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for segment in range(segment_of(low), segment_of(high - 1) + 1):
-        row_max, row_sum = begin_softmax(None, head, BLOCK_M)
-        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        row_max, row_sum, acc = _attend_segment(
-            q, segment, row, start, full, low, high, table, k_ptr, v_ptr, qk_scale,
-            row_max, row_sum, acc, KV_HEADS * DIM, DIM, PAGE_SIZE, WINDOW, FP8, INT64_OFFSETS,
-            BLOCK_N, BLOCK_D, SOFTCAP, STAGES,
-        )  # fmt: skip
-        total_max, total_sum, total = fold(total_max, total_sum, total, row_max, row_sum, acc)
+    total_sum, total = _attend_segments(
+        q, segment_of(low), segment_of(high - 1) + 1, row, start, full, low, high, table, k_ptr,
+        v_ptr, qk_scale, head, sinks_ptr, None, None, head, inside, True, KV_HEADS * DIM, DIM,
+        PAGE_SIZE, WINDOW, FP8, INT64_OFFSETS, BLOCK_M, BLOCK_N, BLOCK_D, SOFTCAP, STAGES,
+    )  # fmt: skip
     out = finish(total_sum, total).to(out_ptr.dtype.element_ty)
     target = ((token * (KV_HEADS * GROUP) + head) * DIM)[:, None] + d[None, :]
     tl.store(out_ptr + target, out, mask=q_mask)
