@@ -220,6 +220,7 @@ async def batch_of(client: openai.AsyncOpenAI, source: bytes, **more: Any) -> An
         input_file_id=file.id, endpoint=CHAT, completion_window="24h", **more
     )
     while batch.status in ("validating", "in_progress"):
+        assert batch.output_file_id is batch.error_file_id is None  # they are not complete
         await asyncio.sleep(0.01)
         batch = await client.batches.retrieve(batch.id)
     return batch

@@ -44,6 +44,8 @@ TAG = {"type": "structural_tag", "format": {"type": "const_string", "value": "ok
         ({"structured_outputs": {"json_object": True}}, {"json_schema": {"type": "object"}}),
         ({"structured_outputs": {"structural_tag": TAG}}, {"structural_tag": TAG}),
         ({"guided_json": None, "structured_outputs": None}, {}),
+        ({"guided_regex": "a", "structured_outputs": {"regex": "a"}}, {"regex": "a"}),
+        ({"guided_json": SCHEMA, "json_schema": SCHEMA}, {"json_schema": SCHEMA}),
     ],
 )
 def test_names(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
@@ -84,7 +86,7 @@ def test_choices(server: LiveServer, given: str) -> None:
             r"structured_outputs.regex and structured_outputs.choice are set; an output follows",
         ),
         ({"guided_regex": "a", "regex": "b"}, "guided_regex and regex are set"),
-        ({"guided_regex": "a", "structured_outputs": {"regex": "a"}}, "guided_regex are set"),
+        ({"guided_regex": "a", "structured_outputs": {"regex": "b"}}, "guided_regex are set"),
         ({"guided_choice": []}, "list of 1 to"),
         ({"guided_choice": ["a", 1]}, "list of strings"),
         ({"structured_outputs": {"jsn": SCHEMA}}, "has no 'jsn'"),
@@ -99,13 +101,24 @@ def test_conflicts_and_mistakes(server: LiveServer, extra: dict[str, Any], words
         )
 
 
-def test_a_backend_is_ignored_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("extra", "name"),
+    [
+        ({"guided_decoding_backend": "outlines"}, "guided_decoding_backend"),
+        ({"guided_whitespace_pattern": "[ ]?"}, "guided_whitespace_pattern"),
+        (
+            {"structured_outputs": {"regex": "a", "whitespace_pattern": "[ ]?"}, "regex": "a"},
+            "structured_outputs.whitespace_pattern",
+        ),
+    ],
+)
+def test_what_is_ignored_is_logged(
+    caplog: pytest.LogCaptureFixture, extra: dict[str, Any], name: str
+) -> None:
     with caplog.at_level(logging.INFO, "forerun"):
-        body = CompletionRequest.model_validate(
-            {"prompt": "x", "guided_decoding_backend": "outlines"}
-        )
-    assert body == CompletionRequest.model_validate({"prompt": "x"})
-    assert "guided_decoding_backend is ignored" in caplog.text
+        body = CompletionRequest.model_validate({"prompt": "x", **extra})
+    assert body == CompletionRequest.model_validate({"prompt": "x", "regex": extra.get("regex")})
+    assert f"{name} is ignored" in caplog.text
 
 
 TEMPLATE = (
@@ -197,6 +210,14 @@ def test_tokens_and_back(server: LiveServer, llm: LLM) -> None:
     lists = post(server, "/tokenize", {"prompt": [text, "y"]})
     assert lists["tokens"][0] == ids and lists["count"][0] == len(ids)
     assert post(server, "/detokenize", {"tokens": [bare, bare]})["text"] == [text] * 2
+
+
+def test_what_a_client_needs_that_tokenizes_here(server: LiveServer, llm: LLM) -> None:
+    info, tokenizer = server.get("/tokenizer_info"), llm.tokenizer
+    assert info["chat_template"] == tokenizer.chat_template
+    assert info["eos_token"] == tokenizer.eos_token
+    ids = post(server, "/tokenize", {"prompt": info["eos_token"], "add_special_tokens": False})
+    assert ids["tokens"] == [tokenizer.eos_token_id]
 
 
 def test_version_and_ping(server: LiveServer) -> None:

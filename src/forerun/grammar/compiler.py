@@ -47,6 +47,10 @@ PATIENCE = 2.0  # seconds after which a small grammar is not counted any more
 MAX_LATE = 4  # threads that are over their time
 MAX_COMPILED, MAX_COMPILED_BYTES = 512, 1 << 30  # in the cache
 _PREFIX = re.compile(r"\[\d\d:\d\d:\d\d\] \S+:\d+: (Check failed: \(.*?\) is \w+: )?")
+# A rule or a directive of Lark's notation at the beginning of a line.
+_LARK = re.compile(
+    r"^\s*(%(ignore|import|declare|llguidance)\b|[?!]?[A-Za-z_]\w*(\.\d+)?\s*:(?!:=))", re.MULTILINE
+)
 
 
 @dataclass(frozen=True)
@@ -340,6 +344,11 @@ def _refusal(grammar: Grammar, error: Exception) -> Exception:
             f" {_reason(error.reason)}."
         )
     if isinstance(error, RuntimeError | ValueError | TypeError):  # what xgrammar raises
+        if grammar.kind == EBNF and _LARK.search(grammar.text):
+            return RequestError(
+                "ebnf is invalid: it looks like a grammar of Lark; write it as GBNF, with rules"
+                ' such as root ::= "yes" | "no".'
+            )
         return RequestError(f"{grammar.kind} is invalid: {_reason(error)}.")
     return error
 

@@ -96,6 +96,21 @@ class TextService:
         ids, _ = await self.run(convert)
         return ids[0]
 
+    def info(self) -> dict[str, Any]:
+        """The tokenizer's class, special tokens and chat template, as in tokenizer_config.json.
+
+        Raises:
+            RequestError: there is no tokenizer.
+        """
+        tokenizer = self._need("texts")
+        special = ("bos_token", "eos_token", "unk_token", "pad_token")
+        tokens = tokenizer.special_tokens_map
+        return {
+            "tokenizer_class": type(tokenizer).__name__,
+            "chat_template": tokenizer.chat_template,
+            **{name: tokens.get(name) for name in special},
+        }
+
     async def token_strings(self, ids: Sequence[int]) -> list[str]:
         """The tokens as the vocabulary writes them. There is a tokenizer."""
         return await self.run(partial(self.tokenizer.convert_ids_to_tokens, list(ids)))

@@ -12,7 +12,7 @@ from starlette.responses import FileResponse, Response
 
 from forerun.core.errors import RequestError, shown
 from forerun.server.batches.folder import BATCH, ENDED, FILE, KeyFolder, Record
-from forerun.server.batches.jobs import BatchJobs, new_batch
+from forerun.server.batches.jobs import RESULTS, BatchJobs, new_batch
 from forerun.server.http.errors import ApiError, json_response
 from forerun.server.http.exchange import current_exchange
 from forerun.server.http.strict_model import StrictModel
@@ -71,7 +71,7 @@ def _add_files(router: APIRouter, jobs: BatchJobs | None) -> None:
         """Deletes a file that no batch needs any more."""
         folder = _folder(jobs)
         for batch in folder.records(BATCH):
-            used = [batch[name] for name in ("input_file_id", "output_file_id", "error_file_id")]
+            used = [batch[name] for name in ("input_file_id", *RESULTS)]
             if ident in used and batch["status"] not in ENDED:
                 raise ApiError(
                     409, f"The batch {batch['id']!r} needs this file.", code="file_in_use"
@@ -85,24 +85,30 @@ def _add_batches(router: APIRouter, jobs: BatchJobs | None) -> None:
     async def create(body: BatchRequest) -> Response:
         """Starts a batch; get it by its id until it has ended."""
         record = new_batch(_folder(jobs), body.model_dump())
-        return json_response(_of(jobs).start(current_exchange.get().key, record))
+        return json_response(_shown(_of(jobs).start(current_exchange.get().key, record)))
 
     @router.get("/v1/batches")
     async def batches(limit: Limit = 20, after: str | None = None) -> Response:
         """All batches, the newest first."""
         key = current_exchange.get().key
         records = [_of(jobs).get(key, each["id"]) for each in _folder(jobs).records(BATCH)]
-        return json_response(_page(records, limit, after))
+        return json_response(_page([_shown(each) for each in records], limit, after))
 
     @router.get("/v1/batches/{ident}")
     async def batch(ident: str) -> Response:
         """A batch as it is now."""
-        return json_response(_of(jobs).get(current_exchange.get().key, ident))
+        return json_response(_shown(_of(jobs).get(current_exchange.get().key, ident)))
 
     @router.post("/v1/batches/{ident}/cancel")
     async def cancel(ident: str) -> Response:
         """Ends a batch; the results so far stay."""
-        return json_response(await _of(jobs).cancel(current_exchange.get().key, ident))
+        return json_response(_shown(await _of(jobs).cancel(current_exchange.get().key, ident)))
+
+
+def _shown(batch: Record) -> Record:
+    """The batch as clients get it: its results have names once they are complete."""
+    ended = batch["status"] in ENDED
+    return batch if ended else batch | dict.fromkeys(RESULTS)
 
 
 def _of(jobs: BatchJobs | None) -> BatchJobs:

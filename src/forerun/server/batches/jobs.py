@@ -20,6 +20,7 @@ from forerun.server.http.errors import ApiError
 log = logging.getLogger("forerun")
 
 WINDOW, WINDOW_SECONDS = "24h", 24 * 3600
+RESULTS = ("output_file_id", "error_file_id")  # files of a batch
 DEFAULTS = {"priority": -1}  # requests that somebody waits for go first
 
 
@@ -53,7 +54,7 @@ class Job:
 
     def end(self, status: str) -> None:
         """Writes down how the batch has ended. Files without a result are deleted."""
-        for name in ("output_file_id", "error_file_id"):
+        for name in RESULTS:
             ident = self.record[name]
             if not self.folder.content(ident).stat().st_size:
                 self.folder.delete_file(ident)
@@ -66,13 +67,13 @@ class Job:
         self.folder.save(self.now())
 
     def now(self) -> Record:
-        """The batch as clients get it."""
+        """The batch as it is, with the counts so far."""
         return {**self.record, "request_counts": vars(self.counts)}
 
     async def _answer_all(self, runner: Runner) -> None:
         record, folder = self.record, self.folder
         source = folder.content(record["input_file_id"])
-        paths = [folder.content(record[name]) for name in ("output_file_id", "error_file_id")]
+        paths = [folder.content(record[name]) for name in RESULTS]
         with paths[0].open("r+b") as output, paths[1].open("r+b") as errors:
             done = {**read_results(output, paths[0]), **read_results(errors, paths[1])}
             self.counts = Counts(0, 0, 0)

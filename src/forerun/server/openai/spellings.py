@@ -1,6 +1,7 @@
 """vLLM's names of what Forerun names as SGLang does: one table, applied before a body is checked.
 
-A name is translated where the field of the same meaning is not set; both together are refused.
+A name is translated where the field of the same meaning is not set; both together are refused,
+unless their values are equal, as clients send them that serve old and new versions of vLLM.
 """
 
 from __future__ import annotations
@@ -60,14 +61,15 @@ _OUTPUTS = {
 SPELLINGS = {f"guided_{name}": spelling for name, spelling in _OUTPUTS.items()}
 NESTED = "structured_outputs"
 IGNORED = ("guided_decoding_backend", "guided_whitespace_pattern")
+IGNORED_WITHIN = ("whitespace_pattern",)  # of `structured_outputs`
 
 
 def respelled(body: Any) -> Any:
     """The body with Forerun's names.
 
     Raises:
-        PydanticCustomError: a value is given under two names, there are several grammars, or a
-            value is invalid.
+        PydanticCustomError: two values are given under two names, there are several grammars, or
+            a value is invalid.
     """
     if not isinstance(body, dict):
         return body
@@ -79,16 +81,22 @@ def respelled(body: Any) -> Any:
         converted = None if value is None else convert(value)
         if converted is None:
             continue
-        if kept.get(field) is not None:
+        if kept.get(field) not in (None, converted):
             raise invalid(f"{name} and {origin.get(field, field)} are set; give one.")
         kept[field], origin[field] = converted, name
     grammars = [origin.get(kind, kind) for kind in KINDS if kept.get(kind) is not None]
     if origin and len(grammars) > 1:
         raise invalid(f"{' and '.join(grammars)} are set; an output follows one grammar only.")
-    for name in IGNORED:
-        if body.get(name) is not None:
-            log.info("%s is ignored: there is one grammar compiler.", name)
+    for name in _ignored(body):
+        log.info("%s is ignored: there is one grammar compiler.", name)
     return kept
+
+
+def _ignored(body: Mapping[str, Any]) -> list[str]:
+    nested = body.get(NESTED) or {}
+    return [name for name in IGNORED if body.get(name) is not None] + [
+        f"{NESTED}.{name}" for name in IGNORED_WITHIN if nested.get(name) is not None
+    ]
 
 
 def _nested(given: Any) -> list[tuple[str, Spelling, Any]]:
@@ -97,7 +105,7 @@ def _nested(given: Any) -> list[tuple[str, Spelling, Any]]:
     if not isinstance(given, Mapping):
         raise invalid(f"{NESTED} must be an object, got {shown(given)}.")
     for key, value in given.items():
-        if key not in _OUTPUTS and value not in (None, False):
+        if key not in (*_OUTPUTS, *IGNORED_WITHIN) and value not in (None, False):
             raise invalid(f"{NESTED} has no {shown(key)}; known are {', '.join(_OUTPUTS)}.")
     return [(f"{NESTED}.{key}", _OUTPUTS[key], given[key]) for key in _OUTPUTS if key in given]
 

@@ -1,4 +1,4 @@
-"""`/tokenize` and `/detokenize`, with the requests and answers of vLLM and SGLang."""
+"""`/tokenize`, `/detokenize` and `/tokenizer_info`, as vLLM and SGLang have them."""
 
 from __future__ import annotations
 
@@ -72,6 +72,11 @@ def tokenize_router(service: Service) -> APIRouter:
         texts = [await service.text.detokenize(ids, skip) for ids in lists]
         text = texts[0] if single else texts
         return json_response({"prompt": text, "text": text})
+
+    @router.get("/tokenizer_info")
+    async def tokenizer_info() -> Response:
+        """What clients need that tokenize here: special tokens and the chat template, as texts."""
+        return json_response(service.text.info())
 
     return router
 
