@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -19,11 +20,12 @@ from forerun.core.request import Request
 from forerun.engine.engine import Engine
 from forerun.executor.device_executor import DeviceExecutor
 from forerun.executor.graphs.cuda import CudaGraphSteps
+from forerun.executor.graphs.steps import EagerSteps
+from forerun.executor.step.inputs import StepShape
 from forerun.kernels.cpu import library
 from forerun.llm.pooling import NO_TEXT, ResolvedPooling
 from tests.engine.test_hybrid_target import config_of
 from tests.engine.test_invalid_logits import MESSAGE, make_llm, set_entry, write_target
-from tests.engine.test_padded_prefill import PaddedSteps
 from tests.engine_runs import run_together
 from tests.golden_engine import CASES, GOLDEN, golden_llm
 from tests.models.support import _COMMON, FAMILIES, random_hf, save
@@ -64,9 +66,9 @@ def expected() -> list[dict[Pooling, Vector]]:
 
 
 @cache
-def alone() -> tuple[list[NDArray[np.float32]], list[list[int]]]:
+def alone(device: str = "cpu") -> tuple[list[NDArray[np.float32]], list[list[int]]]:
     """Vectors and texts of requests that run one after another."""
-    with golden_llm(disable_radix_cache=True) as llm:
+    with golden_llm(device=device, disable_radix_cache=True) as llm:
         vectors = []
         for prompt in PROMPTS:
             for pooling in POOLINGS:
@@ -89,9 +91,9 @@ def texts_of(engine: Engine) -> list[Request]:
     ]
 
 
-def hold(engine: Engine, preempts: bool) -> None:
+def hold(engine: Engine, preempts: bool, on_gpu: bool = False) -> None:
     """All kinds of requests in one batch, twice: the second time with a cached prefix."""
-    vectors, texts = alone()
+    vectors, texts = alone("cuda" if on_gpu else "cpu")
     for _ in range(2):
         generate = texts_of(engine)
         asked = [pooled(engine, prompt, pooling) for prompt in PROMPTS for pooling in POOLINGS]
@@ -99,11 +101,13 @@ def hold(engine: Engine, preempts: bool) -> None:
         run_together(engine, order, preempts)
         assert [request.output for request in generate] == texts
         got = [vector(request) for request in asked]
-        if library.library() is not None:  # these kernels give one sum whatever the chunks
+        if (
+            library.library() is not None and not on_gpu
+        ):  # these kernels give one sum whatever the chunks
             assert all(np.array_equal(a, b) for a, b in zip(got, vectors, strict=True))
         for at, each in enumerate(got):
             want = expected()[at // len(POOLINGS)][POOLINGS[at % len(POOLINGS)]]
-            assert each == pytest.approx(want, abs=2e-5)
+            assert each == pytest.approx(want, abs=1e-3 if on_gpu else 2e-5)
     cached = {request.pooling: request.cached_tokens for request in asked[:3]}
     assert cached["mean"] == cached["cls"] == 0
     assert cached["last"] > 0 or preempts or engine.config.disable_radix_cache
@@ -126,6 +130,22 @@ def test_vectors_and_texts_do_not_change(
 ) -> None:
     with golden_llm(name, **{"max_running_requests": 16, **settings}) as llm:
         hold(llm.engine, preempts)
+        llm.engine.check()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [None, "DFLASH"])
+@pytest.mark.parametrize("settings", [{}, {"chunked_prefill_size": 16}], ids=str)
+def test_vectors_on_a_gpu(name: str | None, settings: dict[str, Any]) -> None:
+    """One at a time, where prefill of last tokens is captured, and in batches."""
+    with golden_llm(name, device="cuda", **settings) as llm:
+        for at, prompt in enumerate(PROMPTS):
+            for pooling in POOLINGS:
+                request = pooled(llm.engine, prompt, pooling)
+                run_together(llm.engine, [request])
+                assert vector(request) == pytest.approx(expected()[at][pooling], abs=1e-3)
+        for preempts in (False, True):
+            hold(llm.engine, preempts, on_gpu=True)
         llm.engine.check()
 
 
@@ -177,34 +197,49 @@ def test_two_ranks(tmp_path: Path) -> None:
                 assert out.embedding == pytest.approx(list(want), abs=1e-4)
 
 
-def test_captured_prefill_is_not_used_for_what_is_pooled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It does not return hidden states. What decides is the executor of a GPU."""
-    with golden_llm(page_size=16, max_running_requests=2) as llm:
+@pytest.mark.parametrize("name", [None, "DFLASH"])
+def test_captured_prefill_pools_last_tokens_alone(
+    name: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It returns no other hidden states. What decides is the executor of a GPU."""
+    with golden_llm(name, page_size=16, max_running_requests=2) as llm:
         executor = llm.engine.executor
         assert isinstance(executor, DeviceExecutor)
-        padded = PaddedSteps(executor.step)
-        asked: list[bool] = []
+        step, replayed = executor.step, []
 
         class Steps(CudaGraphSteps):
-            def __init__(self) -> None:
-                self.step, self.piecewise = executor.step, self
+            """Runs what is captured, and counts it."""
 
-            def forward(self, count: int) -> None:
-                return None
+            def __init__(self) -> None:
+                self.step, self.piecewise = step, Mock()
+                self.piecewise.forward.return_value = None
 
             def _prefill_graph(self, chunks: Any, flags: Any) -> Any:
-                asked.append(True)
-                return None
+                (chunk,) = chunks
+                graph = Mock(slots=torch.zeros(1, dtype=torch.int64))
+                graph.counts = torch.zeros(1, dtype=torch.int32)
 
-        monkeypatch.setattr(padded, "prefill", Steps().prefill)
-        executor.steps = padded
-        request = pooled(llm.engine, PROMPTS[1], "mean")
-        run_together(llm.engine, [request])
-        assert not asked
-        assert vector(request) == pytest.approx(expected()[1]["mean"], abs=2e-5)
+                def replay() -> None:
+                    shape = StepShape(64, step.tables.history.shape[1], flags)
+                    replayed.append(chunk)
+                    graph.output = step.prefill_padded(graph.slots, graph.counts, shape)
+
+                graph.graph.replay = replay
+                return graph
+
+        eager = EagerSteps(step)
+        monkeypatch.setattr(eager, "prefill", Steps().prefill)
+        executor.steps = eager
+        for pooling in POOLINGS:
+            for at, prompt in enumerate(PROMPTS):
+                request = pooled(llm.engine, prompt, pooling)
+                run_together(llm.engine, [request])
+                assert vector(request) == pytest.approx(expected()[at][pooling], abs=2e-5)
+            assert len(replayed) == len(PROMPTS)  # those of the first kind
         (text, *_) = texts_of(llm.engine)
         run_together(llm.engine, [text])
-        assert asked and text.output == alone()[1][0]
+        assert len(replayed) == len(PROMPTS) + 1 and text.output == alone()[1][0]
+        llm.engine.check()
 
 
 def test_what_is_pooled_is_forgotten_when_a_request_is_preempted() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
+import subprocess
+import sys
 import threading
 from base64 import b64decode
 from collections.abc import Iterator
@@ -131,6 +134,25 @@ def test_a_client_that_leaves_takes_its_inputs_along(server: LiveServer) -> None
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(server.url + EMBEDDINGS, json={"input": texts}, timeout=0.5)
     server.wait_idle()
+
+
+def test_batches_without_a_server(tmp_path: Path, llm: LLM) -> None:
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    bodies = [{"input": TEXTS[:2], "encoding_format": "float"}, {"input": ""}]
+    lines = [
+        {"custom_id": str(i), "method": "POST", "url": EMBEDDINGS, "body": body}
+        for i, body in enumerate(bodies)
+    ]
+    source.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    command = ["batch", str(source), "--output", str(output), *flags(**ENGINE)]
+    done = subprocess.run([sys.executable, "-m", "forerun", *command], capture_output=True)
+    assert done.returncode == 1, done.stderr
+    results = [json.loads(line) for line in output.read_text().splitlines()]
+    answers = {each["custom_id"]: each["response"] for each in results}
+    assert answers["1"]["status_code"] == 400
+    assert "input is empty" in answers["1"]["body"]["error"]["message"]
+    got = [each["embedding"] for each in answers["0"]["body"]["data"]]
+    assert got == [out.embedding for out in llm.embed(TEXTS[:2])]
 
 
 # --- scores -------------------------------------------------------------------------------------

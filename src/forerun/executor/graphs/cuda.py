@@ -395,7 +395,7 @@ class CudaGraphSteps:
 
     def prefill(self, batch: PrefillBatch) -> PrefillTokens:
         captured = None
-        if not batch.edits_logits and batch.pooled is None:
+        if not batch.edits_logits and batch.reads_ends_only:
             captured = self._prefill_graph(batch.chunks, batch.flags)
         if captured is None:
             return self.step.prefill(batch, self.piecewise.forward(batch.num_tokens))
@@ -404,8 +404,10 @@ class CudaGraphSteps:
         captured.slots.copy_(tables.upload([chunk.slot], torch.int64), non_blocking=True)
         captured.counts.copy_(tables.upload([chunk.num_tokens], torch.int32), non_blocking=True)
         captured.graph.replay()
-        self.step.observe_prefill(captured.output)
-        return PrefillTokens(captured.output.sampled)
+        out = captured.output
+        pooled = None if batch.pooled is None else batch.pooled.sums(out.hidden_states, [0])
+        self.step.observe_prefill(out)
+        return PrefillTokens(out.sampled, pooled=pooled)
 
     def _prefill_graph(
         self, chunks: Sequence[PrefillChunk], flags: SamplingFlags

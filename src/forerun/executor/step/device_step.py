@@ -501,9 +501,7 @@ class DeviceStep:
 
     def _needs_all_rows(self, batch: PrefillBatch) -> bool:
         """Whether final hidden states are read besides those of the chunks' last tokens."""
-        if batch.logprobs is not None and batch.logprobs.prompt is not None:
-            return True
-        if batch.pooled is not None and not batch.pooled.reads_ends_only:
+        if not batch.reads_ends_only:
             return True
         last_layer = self.model.config.num_layers - 1
         reads = self.caps.reads_hidden_states or last_layer in self.caps.target_layers
@@ -584,13 +582,14 @@ class DeviceStep:
         hidden_states, aux = self.forward(ids, tokens.positions, context)
         first = torch.arange(0, ids.numel(), width, device=slots.device)
         end = tokens.start + counts
-        last_tokens = SampleInput(hidden_states[first + counts - 1], end.unsqueeze(1), slots)
+        last = hidden_states[first + counts - 1]
+        last_tokens = SampleInput(last, end.unsqueeze(1), slots)
         sampled = self.sampler.sample(last_tokens, shape).ids.squeeze(1)
         tables.kv_len[slots] = end
         self.reset_padding_slot()
         tables.set_first_tokens(slots, end.long(), sampled)
         if not self.algorithm.observes:
-            return PrefillOutput(sampled)
+            return PrefillOutput(sampled, last)
         following = tables.history[slots.unsqueeze(1), at + 1].long()
         next_ids = following.masked_fill(padding, 0).flatten()
 
@@ -601,7 +600,7 @@ class DeviceStep:
             own = None if draft is None else self._planned(draft.for_short_prefill, tokens)
             return self._observe_input(Phase.PREFILL, tokens, out, own)
 
-        return PrefillOutput(sampled, observe)
+        return PrefillOutput(sampled, last, observe)
 
     def observe_prefill(self, out: PrefillOutput) -> None:
         """The last part of a padded prefill."""

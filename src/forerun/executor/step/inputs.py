@@ -341,6 +341,12 @@ class PrefillBatch:
         wants = self.logprobs is not None or self.grammars is not None
         return wants or self.flags.penalties
 
+    @property
+    def reads_ends_only(self) -> bool:
+        """Whether no hidden states are read but those of the chunks' last tokens."""
+        of_prompt = self.logprobs is not None and self.logprobs.prompt is not None
+        return not of_prompt and (self.pooled is None or self.pooled.reads_ends_only)
+
 
 @dataclass(frozen=True)
 class PrefillTokens:
@@ -357,6 +363,7 @@ class PrefillOutput:
     """The result of a padded prefill, and the input of its observe."""
 
     sampled: Tensor  # [B] int64: the first token of each request
+    hidden_states: Tensor  # [B, H]: of the last token of each prompt
     observe: Callable[[], ObserveInput] | None = None  # as in `DecodeOutput`
 
 
