@@ -115,7 +115,7 @@ def test_whitespace_in_json() -> None:
         ({"json_object": 1}, "json_object must be true or false"),
         ({"ebnf": "root = 1"}, "ebnf is invalid"),
         ({"ebnf": 'start: "yes" | "no"'}, "looks like a grammar of Lark"),
-        ({"ebnf": '%llguidance {}\n\nSTART.1: /a/\n'}, "looks like a grammar of Lark"),
+        ({"ebnf": "%llguidance {}\n\nSTART.1: /a/\n"}, "looks like a grammar of Lark"),
         ({"ebnf": 'root ::= "a: b" c'}, "ebnf is invalid: EBNF"),
         ({"ebnf": "root ::= root"}, "No text of this tokenizer matches"),
         ({"ebnf": 'other ::= "a"'}, "root"),

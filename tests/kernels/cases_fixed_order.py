@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from forerun.kernels.attention.fixed_order import (
-    MAX_STORING_STAGES,
+    SHARED_STAGES,
     _chunk_kernel,
     _fold_kernel,
     _step_kernel,
@@ -55,7 +55,7 @@ def attention(
     def make(name: str, targets: tuple[str, ...], gpu: GpuInfo) -> Case:
         tile, common = fixed_order_tile(gpu, dim, dtype), _common(dim, page, group, dtype)
         blocks, options = _tiles(tile)
-        stages = tile.num_stages if whole else min(tile.num_stages, MAX_STORING_STAGES)
+        stages = tile.num_stages if whole else min(tile.num_stages, SHARED_STAGES)
         blocks["STAGES"] = stages
         if not q_len:
             blocks["TILE_TOKENS"] = tile.block_m // group

@@ -182,8 +182,9 @@ def test_segments() -> None:
 def test_contexts_are_divided_while_tiles_are_few() -> None:
     gpu = GpuInfo(num_sms=132, amd=False)
     assert choose_ctas(gpu, 8, 1024) == 8
-    assert choose_ctas(gpu, 8, 40960) == 33
-    assert choose_ctas(gpu, 64, 40960) == 4
-    assert choose_ctas(gpu, 131, 40960) == 2
+    assert choose_ctas(gpu, 8, 4097) == 33  # two on an SM
+    assert choose_ctas(gpu, 8, 40960) == 16  # one on an SM
+    assert choose_ctas(gpu, 64, 1100) == 2
+    assert choose_ctas(gpu, 96, 40960) == 1
     assert choose_ctas(gpu, 131, 40960, per_sm=4) == 4
     assert choose_ctas(gpu, 132, 40960) == 1

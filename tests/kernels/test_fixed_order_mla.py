@@ -69,7 +69,7 @@ def expected(case: Paged, mask: MaskSpec) -> Tensor:
 
 def divided(monkeypatch: pytest.MonkeyPatch, ctas: int) -> None:
     """Divides every context among as many CTAs; 1: one CTA folds it in registers."""
-    monkeypatch.setattr(mla_fixed_order, "choose_ctas", lambda *_: ctas)
+    monkeypatch.setattr(mla_fixed_order, "choose_ctas", lambda *_, **__: ctas)
 
 
 @pytest.mark.covering(0, 1)

@@ -46,8 +46,7 @@ from forerun.kernels.runtime.jit import jit, tl, triton
 from forerun.kernels.runtime.pdl import pdl_options
 from forerun.kernels.speculation.tree import unpack_bits
 
-CTAS_PER_SM = 2  # at most, of those among which contexts are divided
-MAX_STORING_STAGES = 2  # of CTAs that store segments: so two fit on an SM of Hopper
+SHARED_STAGES = 2  # of a CTA that shares its SM (Hopper) with another
 FOLD_SIZE = 2048  # elements of a segment's results that a CTA of the second kernel folds at once
 FOLD_AHEAD = 8  # segments whose results it requests at once
 
@@ -75,15 +74,19 @@ def num_segments(positions: int) -> int:
     return (last - 4096) // 1024 + 33 if last < 16384 else (last - 16384) // 4096 + 45
 
 
-def choose_ctas(gpu: GpuInfo, tiles: int, positions: int, per_sm: int = CTAS_PER_SM) -> int:
+def choose_ctas(gpu: GpuInfo, tiles: int, positions: int, per_sm: int = 1) -> int:
     """CTAs among which a context of at most `positions` is divided; 1: one CTA folds all of it.
 
-    While there are fewer tiles than SMs, an SM gets up to `per_sm`. The number changes where sums
-    are computed, not how.
+    A CTA for every segment if `per_sm` of them, or two, fit on an SM; else so many that every SM
+    has at most `per_sm`: a segment's results cost more to store than CTAs gain that wait for
+    others. The number changes where sums are computed, not how.
     """
     if tiles >= gpu.num_sms:
         return 1
-    return min(num_segments(positions), per_sm * gpu.num_sms // tiles)
+    segments = num_segments(positions)
+    if tiles * segments <= max(per_sm, 2) * gpu.num_sms:
+        return segments
+    return per_sm * gpu.num_sms // tiles
 
 
 def fixed_order_attention(
@@ -116,12 +119,14 @@ def fixed_order_attention(
     group, gpu = heads // kv.num_kv_heads, gpu_of(q.device)
     tile = fixed_order_tile(gpu, dim, q.dtype)
     batch, row_tiles = kv.start.shape[0], triton.cdiv(group * q_len, tile.block_m)
-    ctas = choose_ctas(gpu, batch * kv.num_kv_heads * row_tiles, kv_len_ub)
+    tiles = batch * kv.num_kv_heads * row_tiles
+    ctas = choose_ctas(gpu, tiles, kv_len_ub)
     out = torch.empty((total, heads, dim), dtype=q.dtype, device=q.device)
     partial, stats, stages = out, out, tile.num_stages
     segments = num_segments(kv_len_ub)
+    if ctas * tiles > gpu.num_sms > tiles:
+        stages = min(stages, SHARED_STAGES)
     if ctas > 1:
-        stages = min(stages, MAX_STORING_STAGES)
         shape = (total, heads, segments)
         partial = torch.empty((*shape, dim), dtype=torch.float32, device=q.device)
         stats = torch.empty((*shape, 2), dtype=torch.float32, device=q.device)

@@ -26,7 +26,6 @@ from forerun.kernels.attention.decode_kernels import (
     online_softmax_step,
 )
 from forerun.kernels.attention.fixed_order import (
-    CTAS_PER_SM,
     TreePaths,
     choose_ctas,
     finish,
@@ -74,8 +73,8 @@ def mla_fixed_order_decode(
     (total, heads, _), dim, batch = q.shape, cache.latent_dim, cache.start.shape[0]
     tile = mla_fixed_order_tile(gpu_of(q.device), cache.shape(q.dtype))
     row_tiles = triton.cdiv(heads * q_len, tile.block_m)
-    # A tile takes two CTAs' room.
-    ctas = choose_ctas(gpu_of(q.device), 2 * batch * row_tiles, kv_len_ub, 2 * CTAS_PER_SM)
+    # A tile takes the room of two.
+    ctas = choose_ctas(gpu_of(q.device), 2 * batch * row_tiles, kv_len_ub, per_sm=4)
     out = torch.empty((total, heads, dim), dtype=q.dtype, device=q.device)
     launch, grid = _Launch(cache, mask, scale, paths), (row_tiles, ctas, batch)
     if ctas == 1:
