@@ -10,7 +10,13 @@ import pytest
 
 from forerun.core.request import Request
 from forerun.core.sampling_params import SamplingParams
-from forerun.scheduler.adaptive_width import AdaptiveWidth, FixedWidth, VerifyOutcome, verify_widths
+from forerun.scheduler.adaptive_width import (
+    AdaptiveWidth,
+    FixedWidth,
+    VerifyOutcome,
+    WidthChoice,
+    verify_widths,
+)
 
 WIDTHS = (1, 4, 8, 16)
 # Verified tokens are nearly free for small batches and cost in proportion for large ones.
@@ -32,7 +38,7 @@ def throughput(
     rng, requests = random.Random(0), [request() for _ in range(batch)]
     tokens = seconds = 0.0
     for _ in range(steps):
-        width = policy.choose(requests)
+        width = policy.choose(requests).width
         seconds += costs[batch][policy.widths.index(width)]
         outcomes = []
         for r in requests:
@@ -95,7 +101,7 @@ def test_exploration_looks_further_than_one_draft() -> None:
         policy = AdaptiveWidth((1, 2, 4, 8), {1: [1.0, 1.5, 1.6, 1.7]})
         requests = [request(max_draft_tokens=limit)]
         for _ in range(600):
-            width = policy.choose(requests)
+            width = policy.choose(requests).width
             policy.record_outcomes([VerifyOutcome(requests[0], width - 1, 0)])
             if policy.as_dict()["exploration_steps"]:
                 break
@@ -138,7 +144,7 @@ def generate(
     requests = [Request("r", (1,), params, 0, frozenset()) for _ in range(batch)]
     have, in_flight, ms, step = [1] * batch, [], 0.0, 0
     while min(have) < tokens:
-        width = policy.choose(requests)
+        width = policy.choose(requests).width
         cost = ACTUAL[batch][WIDTHS.index(width)]
         at = range(step, step + batch)
         new = [min(int((i + 1) * mean + 1e-6) - int(i * mean + 1e-6), width) for i in at]
@@ -148,7 +154,7 @@ def generate(
         if len(in_flight) > 1:
             policy.record_outcomes(in_flight.pop(0))
         policy.record_step_time(
-            batch, width, (60.0 if outliers and step % 19 == 11 else cost) / 1000
+            batch, WidthChoice(width), (60.0 if outliers and step % 19 == 11 else cost) / 1000
         )
         have = [h + n for h, n in zip(have, new, strict=True)]
         ms, step = ms + cost, step + 1
@@ -182,10 +188,10 @@ def test_drafts_resume_when_acceptance_rises() -> None:
     policy = AdaptiveWidth(WIDTHS, COSTS)
     requests = [request()]
     for _ in range(300):
-        policy.record_outcomes([VerifyOutcome(requests[0], policy.choose(requests) - 1, 0)])
+        policy.record_outcomes([VerifyOutcome(requests[0], policy.choose(requests).width - 1, 0)])
     policy.chosen.clear()
     for _ in range(3000):
-        width = policy.choose(requests)
+        width = policy.choose(requests).width
         policy.record_outcomes([VerifyOutcome(requests[0], width - 1, width - 1)])
     assert policy.chosen[16] > 2000
 
@@ -198,7 +204,7 @@ def test_a_new_request_is_drafted_soon_after_a_beginning_without_acceptance() ->
         policy.chosen.clear()
         r, at = request(), 0
         while at < 160:
-            width = policy.choose([r])
+            width = policy.choose([r]).width
             accepted = width - 1 if at >= 40 else 0
             policy.record_outcomes([VerifyOutcome(r, width - 1, accepted)])
             at += accepted + 1
@@ -214,7 +220,7 @@ def test_a_new_request_is_drafted_soon_after_requests_without_acceptance() -> No
         r = Request("r", (1,), SamplingParams(max_new_tokens=128), 0, frozenset())
         at = 0
         while at < 90:
-            width = policy.choose([r])
+            width = policy.choose([r]).width
             accepted = min(acceptance, width - 1)
             policy.record_outcomes([VerifyOutcome(r, width - 1, accepted)])
             at += accepted + 1
@@ -229,10 +235,10 @@ def test_a_new_request_is_drafted_soon_after_requests_without_acceptance() -> No
 def test_measured_costs_are_corrected_while_running() -> None:
     policy = AdaptiveWidth(WIDTHS, COSTS)
     for _ in range(200):
-        policy.record_step_time(8, 16, 30.0)
-        policy.record_step_time(6, 4, 3.0)  # between the measured 4 and 8
-    assert policy.costs(8)[3] == pytest.approx(30.0, rel=0.01)
-    assert policy.costs(6)[1] == pytest.approx(3.0, rel=0.01)
+        policy.record_step_time(8, WidthChoice(16), 30.0)
+        policy.record_step_time(6, WidthChoice(4), 3.0)  # between the measured 4 and 8
+    assert policy.costs[8][3] == pytest.approx(30.0, rel=0.01)
+    assert policy.costs[6][1] == pytest.approx(3.0, rel=0.01)
 
 
 @pytest.mark.parametrize("wrong", range(4))
@@ -242,31 +248,31 @@ def test_an_outlier_of_the_measurement_is_corrected(wrong: int) -> None:
     costs[1][wrong] = 300.0
     policy, requests = AdaptiveWidth(WIDTHS, costs), [request()]
     for _ in range(500):
-        width = policy.choose(requests)
+        width = policy.choose(requests).width
         policy.record_outcomes([VerifyOutcome(requests[0], width - 1, width - 1)])
-        policy.record_step_time(1, width, [1.0, 1.1, 1.2, 1.3][WIDTHS.index(width)])
+        policy.record_step_time(1, WidthChoice(width), [1.0, 1.1, 1.2, 1.3][WIDTHS.index(width)])
     policy.chosen.clear()
     for _ in range(100):
-        policy.record_outcomes([VerifyOutcome(requests[0], policy.choose(requests) - 1, 15)])
+        policy.record_outcomes([VerifyOutcome(requests[0], policy.choose(requests).width - 1, 15)])
     assert policy.chosen[16] + policy.chosen[8] == 100
 
 
 def test_a_single_outlier_does_not_change_a_cost() -> None:
     policy = AdaptiveWidth(WIDTHS, COSTS)
     for _ in range(5):
-        policy.record_step_time(8, 16, 1000.0)
-        policy.record_step_time(8, 16, COSTS[8][3])
-    assert policy.costs(8)[3] == COSTS[8][3]
+        policy.record_step_time(8, WidthChoice(16), 1000.0)
+        policy.record_step_time(8, WidthChoice(16), COSTS[8][3])
+    assert policy.costs[8][3] == COSTS[8][3]
 
 
 def test_a_cost_that_was_far_too_low_is_corrected_with_other_steps_in_between() -> None:
     policy = AdaptiveWidth(WIDTHS, COSTS)
     for _ in range(200):
-        policy.record_step_time(8, 4, 3 * COSTS[8][1])
-        policy.record_step_time(16, 4, COSTS[16][1])
-        policy.record_step_time(8, 1, COSTS[8][0])
-    assert policy.costs(8)[1] == pytest.approx(3 * COSTS[8][1], rel=0.01)
-    assert policy.costs(16)[1] == COSTS[16][1]
+        policy.record_step_time(8, WidthChoice(4), 3 * COSTS[8][1])
+        policy.record_step_time(16, WidthChoice(4), COSTS[16][1])
+        policy.record_step_time(8, WidthChoice(1), COSTS[8][0])
+    assert policy.costs[8][1] == pytest.approx(3 * COSTS[8][1], rel=0.01)
+    assert policy.costs[16][1] == COSTS[16][1]
 
 
 def test_costs_are_the_mean_of_varying_step_times() -> None:
@@ -274,33 +280,35 @@ def test_costs_are_the_mean_of_varying_step_times() -> None:
     policy, rng = AdaptiveWidth(WIDTHS, COSTS), random.Random(0)
     costs = []
     for step in range(3000):
-        policy.record_step_time(8, 1, COSTS[8][0] * rng.gauss(1.2 if step % 16 == 0 else 1.0, 0.01))
-        costs.append(policy.costs(8)[0])
+        policy.record_step_time(
+            8, WidthChoice(1), COSTS[8][0] * rng.gauss(1.2 if step % 16 == 0 else 1.0, 0.01)
+        )
+        costs.append(policy.costs[8][0])
     mean = COSTS[8][0] * (1 + 0.2 / 16)
     assert sum(costs[100:]) / len(costs[100:]) == pytest.approx(mean, rel=0.004)
 
 
 def test_costs_above_the_largest_batch_size_are_proportional() -> None:
     policy = AdaptiveWidth(WIDTHS, {4: [1.0, 2.0, 3.0, 4.0]})
-    assert policy.costs(8) == [2.0, 4.0, 6.0, 8.0]
-    assert policy.costs(2) == [1.0, 2.0, 3.0, 4.0]
+    assert policy.costs[8] == [2.0, 4.0, 6.0, 8.0]
+    assert policy.costs[2] == [1.0, 2.0, 3.0, 4.0]
 
 
 def test_requests_limit_the_width() -> None:
     fixed = FixedWidth(WIDTHS)
-    assert fixed.choose([request()]) == 16
-    assert fixed.choose([request(speculative=False)]) == 1
-    assert fixed.choose([request(speculative=False), request(max_draft_tokens=2)]) == 4
-    assert fixed.choose([request(max_draft_tokens=0)]) == 1
+    assert fixed.choose([request()]).width == 16
+    assert fixed.choose([request(speculative=False)]).width == 1
+    assert fixed.choose([request(speculative=False), request(max_draft_tokens=2)]).width == 4
+    assert fixed.choose([request(max_draft_tokens=0)]).width == 1
     adaptive = AdaptiveWidth(WIDTHS, {1: [1.0, 1.0, 1.0, 1.0]})
-    assert adaptive.choose([request(max_draft_tokens=5)]) <= 8
-    assert adaptive.choose([request(speculative=False)]) == 1
+    assert adaptive.choose([request(max_draft_tokens=5)]).width <= 8
+    assert adaptive.choose([request(speculative=False)]).width == 1
 
 
 def test_remaining_tokens_limit_the_width() -> None:
     adaptive = AdaptiveWidth(WIDTHS, {1: [1.0, 1.1, 1.2, 1.3]})
     short = Request("r", (1,), SamplingParams(max_new_tokens=2), 0, frozenset())
-    assert adaptive.choose([short]) == 4
+    assert adaptive.choose([short]).width == 4
 
 
 # --- trees ------------------------------------------------------------------------------------
@@ -346,7 +354,7 @@ class Trees:
     def throughput(self, policy: AdaptiveWidth, costs: dict[int, list[float]], steps: int) -> float:
         requests, tokens, seconds = [request() for _ in range(next(iter(costs)))], 0, 0.0
         for _ in range(steps):
-            width = policy.choose(requests)
+            width = policy.choose(requests).width
             seconds += costs[len(requests)][policy.widths.index(width)]
             paths = [self.accepted(width) for _ in requests]
             outcomes = [
@@ -392,7 +400,7 @@ def test_the_budget_follows_the_costs() -> None:
     policy = AdaptiveWidth(BUDGETS, free, tree_depth=8)
     for _ in range(400):
         for i, width in enumerate(BUDGETS):
-            policy.record_step_time(1, width, steep[1][i])
+            policy.record_step_time(1, WidthChoice(width), steep[1][i])
     trees.throughput(policy, steep, 600)
     assert policy.chosen.most_common(1)[0][0] == 4
 
@@ -413,8 +421,8 @@ def test_a_limit_on_drafts_does_not_limit_the_nodes_of_a_tree() -> None:
     limited, none = request(max_draft_tokens=2), request(max_draft_tokens=0)
     for _ in range(30):
         policy.record_outcomes([VerifyOutcome(limited, 63, 2, [3, 40])])
-    assert policy.choose([limited]) == 64
-    assert policy.choose([none]) == 1
+    assert policy.choose([limited]).width == 64
+    assert policy.choose([none]).width == 1
 
 
 def test_expected_tokens_of_a_tree_are_limited_by_its_depth() -> None:
@@ -422,8 +430,8 @@ def test_expected_tokens_of_a_tree_are_limited_by_its_depth() -> None:
     r = request()
     for _ in range(50):
         policy.record_outcomes([VerifyOutcome(r, 32, 5, range(1, 6))])  # a full path in every step
-    assert policy.choose([r]) == 1  # 6 tokens for 6.5
+    assert policy.choose([r]).width == 1  # 6 tokens for 6.5
     policy = AdaptiveWidth((1, 33), {1: [1.0, 5.5]}, tree_depth=5)
     for _ in range(50):
         policy.record_outcomes([VerifyOutcome(r, 32, 5, range(1, 6))])
-    assert policy.choose([r]) == 33
+    assert policy.choose([r]).width == 33

@@ -58,7 +58,7 @@ def test_any_counts_give_probabilities(rows: list[tuple[int, float, float]]) -> 
 
 
 def test_reliability_of_an_overconfident_head() -> None:
-    counts = ConfidenceCounts(stream(0.5, -1.0, 20_000), stream(1.0, 0.0, 0))
+    counts = ConfidenceCounts(stream(0.5, -1.0, 20_000), stream(1.0, 0.0, 0), stream(1.0, 0.0, 0))
     (mode, found), *more = reliability(counts).items()
     assert mode == "greedy" and not more and found["drafts"] == 20_000
     assert found["expected_calibration_error"] > 0.1

@@ -34,7 +34,7 @@ class Cell:
     plain: float
     fixed: float
     adaptive: float
-    widths: dict[int, int]  # adaptive steps by width
+    widths: dict[float, int]  # adaptive steps by width
     accept_length: float | None  # of the full width
     identical: bool | None  # greedy texts; None with simulated acceptance
 
@@ -112,7 +112,10 @@ def _simulate(engine: Engine, length: float) -> None:
 
 
 def _cell(
-    batch: int, simulated: float | None, timed: dict[str, list[Timed[Trace]]], widths: Counter[int]
+    batch: int,
+    simulated: float | None,
+    timed: dict[str, list[Timed[Trace]]],
+    widths: Counter[float],
 ) -> Cell:
     speeds = {name: median([t.value.whole_tok_s for t in runs]) for name, runs in timed.items()}
     texts = {t.value.output_ids for runs in timed.values() for t in runs}

@@ -13,6 +13,7 @@ from forerun.core.grammar import Grammar
 from forerun.core.logprobs import LogprobParams, TokenLogprobs
 from forerun.core.pooling import Pooling
 from forerun.core.sampling_params import LogitParams
+from forerun.core.widths import captured_width
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +31,16 @@ class Limits:
     window: int = 0  # K/V positions that windowed pools keep behind a token; 0: no such pools
     ragged: bool = False  # the tokens of a verify pass are divided among its requests on the device
 
-    def verify_shape(self, requests: int, width: int) -> tuple[int, int]:
+    def verify_shape(self, requests: int, width: float) -> tuple[int, int]:
         """W and N of a step that verifies `width` tokens of each request, in the mean.
 
         N is 0 where every request has W. A ragged pass is one between plain and full width.
         """
-        if self.ragged and 1 < width < self.max_verify_tokens:
-            return self.max_verify_tokens, requests * width
-        return width, 0
+        full = self.max_verify_tokens
+        if not self.ragged or width == 1:
+            return int(width), 0
+        width = captured_width(width, requests, full)
+        return full, 0 if width == full else int(requests * width)
 
     def pages(self, tokens: int) -> int:
         """Pages needed for this many tokens."""
@@ -214,11 +217,6 @@ class StepPlan:
     prefill: list[PrefillChunk] = field(default_factory=list)
     save_snapshots: list[SnapshotCopy] = field(default_factory=list)  # after chunks of `prefill`
 
-    @property
-    def mean_width(self) -> int:
-        """Tokens verified per request of `decode`, rounded down."""
-        return self.num_rows // len(self.decode) if self.num_rows else self.num_verify_tokens
-
 
 GRAMMAR_ERROR = "grammar"  # the `err_type` of what the request's own grammar causes
 
@@ -242,6 +240,7 @@ class ConfidenceCounts:
 
     greedy: list[list[float]]
     sampled: list[list[float]]
+    estimated: list[list[float]]  # of all drafts, by the rate that ragged steps go by
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,6 +270,9 @@ class StepResult:
     warning: str | None = None  # what the first steps have shown, told once
     # Per request, the drafts of a tree that were accepted: their nodes, ascending. Empty: chains.
     decode_nodes: list[list[int]] = field(default_factory=list)
+    # Of every request of `decode`, then of one that nothing is known of: the probabilities that its
+    # drafts are accepted with all those before them. Every so many ragged steps.
+    survivals: list[list[float]] = field(default_factory=list)
     # Per request, how many tokens were verified. Empty: `StepPlan.num_verify_tokens` of each.
     decode_widths: list[int] = field(default_factory=list)
 

@@ -116,6 +116,7 @@ class Request(RequestRecord):
     # Owned by the width policy; None before the first step with drafts.
     acceptance: Any = None  # acceptance rates so far
     expected_tokens: tuple[float, ...] | None = None  # per step, for every width
+    survival: Sequence[float] | None = None  # of its drafts, as the executor last told
 
     preemptions: int = 0
     verify_ct: int = 0

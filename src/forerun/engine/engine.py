@@ -31,6 +31,7 @@ from forerun.kvcache.prefix_cache import NoPrefixCache, PrefixCache
 from forerun.kvcache.radix_cache import RadixCache
 from forerun.kvcache.window_pages import WindowPages
 from forerun.scheduler.adaptive_width import AdaptiveWidth, FixedWidth, WidthPolicy
+from forerun.scheduler.ragged_width import RaggedWidth
 from forerun.scheduler.schedule_policy import SchedulePolicy
 from forerun.scheduler.scheduler import CompletedStep, ScheduledStep, Scheduler
 
@@ -230,7 +231,7 @@ class Engine:
         self._metrics.completed(done, step.idle)
         if plan.decode and not plan.prefill:
             self.scheduler.widths.record_step_time(
-                len(plan.decode), plan.mean_width, result.seconds
+                len(plan.decode), done.step.choice, result.seconds
             )
         if self._tracing is not None:
             self._tracing.record(done, step.launched, now)
@@ -368,4 +369,7 @@ def _schedule_policy(config: EngineConfig, info: ExecutorInfo) -> SchedulePolicy
 def _width_policy(info: ExecutorInfo) -> WidthPolicy:
     if info.step_costs is None:
         return FixedWidth(info.verify_widths)
-    return AdaptiveWidth(info.verify_widths, info.step_costs, info.tree_depth)
+    if info.limits.ragged and info.tree_depth is None:
+        return RaggedWidth(info.verify_widths, info.step_costs)
+    widths = [int(width) for width in info.verify_widths]
+    return AdaptiveWidth(widths, info.step_costs, info.tree_depth)

@@ -56,8 +56,8 @@ class EngineMetrics:
     """A snapshot of an engine. All counters start at 0 with the engine."""
 
     load: dict[str, int]  # `Engine.load`
-    step_costs: dict[int, dict[int, float]]  # seconds of a decode step by batch size and W
-    steps_by_width: dict[int, int]  # decode steps by W, the tokens verified per request
+    step_costs: dict[int, dict[float, float]]  # seconds of a decode step by batch size and W
+    steps_by_width: dict[float, int]  # decode steps by W, the tokens verified per request
     request_steps: int  # decode steps, counted once per request
     decode_tokens: int  # that they committed
     # Verify steps with drafts, counted once per request, by the number of accepted drafts.
@@ -124,8 +124,8 @@ def combined(snapshots: Sequence[EngineMetrics]) -> EngineMetrics:
     )
 
 
-def _mean_costs(tables: Sequence[dict[int, dict[int, float]]]) -> dict[int, dict[int, float]]:
-    found: dict[int, dict[int, list[float]]] = {}
+def _mean_costs(tables: Sequence[dict[int, dict[float, float]]]) -> dict[int, dict[float, float]]:
+    found: dict[int, dict[float, list[float]]] = {}
     for table in tables:
         for size, costs in table.items():
             for width, seconds in costs.items():
@@ -143,7 +143,11 @@ def _added_confidences(given: Sequence[ConfidenceCounts]) -> ConfidenceCounts | 
 
     if not given:
         return None
-    return ConfidenceCounts(total([c.greedy for c in given]), total([c.sampled for c in given]))
+    return ConfidenceCounts(
+        greedy=total([c.greedy for c in given]),
+        sampled=total([c.sampled for c in given]),
+        estimated=total([c.estimated for c in given]),
+    )
 
 
 def _added(histograms: Sequence[Histogram]) -> Histogram:

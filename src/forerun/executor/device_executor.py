@@ -36,7 +36,7 @@ from forerun.executor.step.grammar_masks import GrammarBatch
 from forerun.executor.step.inputs import DecodeOutput, PrefillBatch, PrefillLogprobs
 from forerun.executor.step.logprob_results import LogprobCopy, StepLogprobs
 from forerun.executor.step.pooling import PoolCopy, PoolQuery
-from forerun.executor.step.reliability import confidence_counts
+from forerun.executor.step.reliability import all_counts, confidence_counts
 from forerun.executor.step.slot_tables import ANY_SAMPLING
 from forerun.executor.step.timing import StepTimer
 from forerun.grammar.compiler import GrammarCompiler
@@ -50,6 +50,7 @@ from forerun.speculative.base import HostTokens
 
 log = logging.getLogger("forerun")
 CONFIDENCE_STEPS = 16  # from one copy of the counts of confidences to the next
+SURVIVAL_STEPS = 8  # the same of survivals
 MISMATCH = "a token does not match the grammar; please report this."
 TOO_SLOW = "its grammar takes too long to follow; make it less ambiguous."
 NO_TOKEN = "no token of the vocabulary continues the output as its grammar demands."
@@ -119,7 +120,7 @@ class DeviceExecutor:
             failed = self._admit(plan)
             if plan.deferred:
                 self.steps.observe_deferred(self._deferred(plan))
-            decode = confidences = layout_counts = None
+            decode = confidences = layout_counts = survivals = None
             logprobs = StepLogprobs()
             if plan.decode:
                 batch = self._batch(plan)
@@ -135,6 +136,7 @@ class DeviceExecutor:
                 )
                 self.step.track_states(plan.tracked)
                 confidences, layout_counts = self._due_confidences(), self._due_layout_counts()
+                survivals = self._due_survivals(batch.slots)
             timer = self.step.timer
             timestamps = timer.take() if timer is not None and plan.decode else None
             first = pooled = None
@@ -157,6 +159,7 @@ class DeviceExecutor:
             confidences,
             layout_counts,
             pooled,
+            survivals,
         )
         if pending.grammars:
             self._unread.append(pending)
@@ -370,10 +373,21 @@ class DeviceExecutor:
     def _due_confidences(self) -> Tensor | None:
         """A copy of the counts of confidences; not in every step, as a copy delays the next one."""
         self._decode_steps += 1
-        table = self.step.reliability
-        if not table.used or self._decode_steps % CONFIDENCE_STEPS:
+        table, estimator = self.step.reliability, self.step.estimator
+        unused = not table.used and estimator is None
+        if unused or self._decode_steps % CONFIDENCE_STEPS:
             return None
-        return self._copy(table.counts)
+        return self._copy(all_counts(table, estimator))
+
+    def _due_survivals(self, slots: Sequence[int]) -> Tensor | None:
+        """[B + 1, K] float32, of `StepResult.survivals`; on a GPU not in every step."""
+        estimator, tables = self.step.estimator, self.tables
+        often = tables.device.type == "cpu"
+        if estimator is None or not (often or self._decode_steps % SURVIVAL_STEPS == 0):
+            return None
+        survival = estimator.survival(tables.upload(slots, torch.int64), tables.max_drafts)
+        unknown = estimator.prior.cumprod(0).unsqueeze(0)
+        return self._copy(torch.cat((survival, unknown)))
 
     def _check_row_layout(self, batch: DecodeBatch, clock: StepClock) -> None:
         """Drafts for the first request of a step in both row layouts."""
@@ -422,6 +436,7 @@ class PendingDeviceStep:
     confidences: Tensor | None = None  # `ReliabilityTable.counts`
     layout_counts: Tensor | None = None  # of `RowLayoutCheck.after`
     pooled: PoolCopy | None = None
+    survivals: Tensor | None = None  # [B + 1, K] float32
     _result: StepResult | None = None
 
     @property
@@ -480,6 +495,7 @@ class PendingDeviceStep:
             held=tuple(held),
             confidences=None if self.confidences is None else confidence_counts(self.confidences),
             warning=self._warning(),
+            survivals=[] if self.survivals is None else self.survivals.tolist(),
             decode_nodes=nodes,
             decode_widths=widths,
         )

@@ -229,7 +229,7 @@ def _divide(budget: int, demand: KVDemand) -> tuple[int, int]:
 
 
 def profile_run(
-    executor: DeviceExecutor, limits: Limits, widths: Sequence[int], graphs: CudaGraphSteps | None
+    executor: DeviceExecutor, limits: Limits, widths: Sequence[float], graphs: CudaGraphSteps | None
 ) -> ProfilingRun:
     """Runs the largest prefill and steps of many shapes, and captures some graphs.
 
@@ -248,7 +248,9 @@ def profile_run(
     return ProfilingRun(activations, 0 if graphs is None else _graph_bytes(graphs, device))
 
 
-def profiling_plans(limits: Limits, widths: Sequence[int], padding_slot: int) -> Iterator[StepPlan]:
+def profiling_plans(
+    limits: Limits, widths: Sequence[float], padding_slot: int
+) -> Iterator[StepPlan]:
     """Prefills of `chunked_prefill_size` tokens and fewer; decode steps with all slots and one.
 
     Decode steps come last, because they reset the padding slot's length to 0. Some requests have

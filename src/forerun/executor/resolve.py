@@ -14,6 +14,7 @@ from forerun.config.engine_config import EngineConfig
 from forerun.config.model_config import ModelConfig
 from forerun.core.errors import ConfigError
 from forerun.core.plan import Limits
+from forerun.core.widths import ragged_widths
 from forerun.executor.attention_setup import AttentionSetup, Placement, choose_attention
 from forerun.executor.fixed_order import cpu_has_fixed_order, has_fixed_order
 from forerun.executor.tensor_parallel import rank_device
@@ -69,12 +70,12 @@ class Settings:
         return captures_graphs(self.config, self.device)
 
     @property
-    def widths(self) -> tuple[int, ...]:
-        """The possible numbers of verified tokens per request and step."""
-        narrower = self.caps.flexible or self.limits.ragged
-        return verify_widths(
-            self.caps.num_verify_tokens, narrower and self.config.speculative_adaptive
-        )
+    def widths(self) -> tuple[float, ...]:
+        """The possible numbers of verified tokens per request and step; if ragged, in the mean."""
+        full = self.caps.num_verify_tokens
+        if self.limits.ragged:
+            return verify_widths(full, True) if self.caps.makes_trees else ragged_widths(full)
+        return verify_widths(full, self.caps.flexible and self.config.speculative_adaptive)
 
 
 def captures_graphs(config: EngineConfig, device: torch.device) -> bool:

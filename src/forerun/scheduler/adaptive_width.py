@@ -8,8 +8,9 @@ So every step gets the width with the highest expected throughput:
     throughput(W) = tokens(W) / cost(B, W)
 
 Expected tokens follow from each request's acceptance rates (`acceptance_stats.py`), of a chain of
-W - 1 drafts or of a tree of so many. Width 1 is plain decoding. Estimates use completed steps only,
-and the text does not depend on the width.
+W - 1 drafts or of a tree of so many. Where a step divides its tokens among the requests, W is their
+mean (`ragged_width.py`). Width 1 is plain decoding. Estimates use completed steps only, and the
+text does not depend on the width.
 """
 
 from __future__ import annotations
@@ -22,16 +23,12 @@ from typing import Any, NamedTuple
 
 from forerun.core.request import Request
 from forerun.scheduler.acceptance_stats import AcceptanceStats, BestFirstTree, Chain, DraftShape
+from forerun.scheduler.step_costs import COST_WEIGHT, StepCosts
 
 # Windows of the acceptance rates, in observations.
 REQUEST_WINDOW = 16.0
 GLOBAL_WINDOW = 32.0
 MIN_GLOBAL_STEPS = 2.0  # the global window covers at least this many steps of the batch
-
-# Step costs.
-COST_WEIGHT = 0.1  # of the newest step in the moving average of a cost
-FASTER_WEIGHT = 4.0  # times (1 - ratio): larger weight of steps faster than expected
-OUTLIER_RATIO = 1.25  # a single step this much slower than expected is ignored
 
 # Drafts or plain decoding.
 MIN_GAIN = 1.02  # expected speed-up over plain steps below which drafts are not used
@@ -53,6 +50,26 @@ def verify_widths(full: int, flexible: bool) -> tuple[int, ...]:
     return (1, *(w for w in between if w <= 0.75 * full), *([full] if full > 1 else []))
 
 
+class WidthChoice(NamedTuple):
+    """What a step verifies."""
+
+    width: float  # tokens per request, in the mean
+    # Indices of the requests that it drafts for; None: all of them, if the width is over 1.
+    drafting: tuple[int, ...] | None = None
+
+
+class Offer(NamedTuple):
+    """A step that a policy may choose."""
+
+    width: float
+    expected: float  # tokens, over all requests
+    seconds: float
+
+    @property
+    def throughput(self) -> float:
+        return self.expected / self.seconds
+
+
 class VerifyOutcome(NamedTuple):
     """One request's part of a decode step."""
 
@@ -67,33 +84,52 @@ class VerifyOutcome(NamedTuple):
         return range(1, self.num_accepted + 1) if self.nodes is None else self.nodes
 
 
+PLAIN = WidthChoice(1)
+
+
 class WidthPolicy(ABC):
     """Chooses the width of every step; results and times of steps are reported to it."""
 
-    def __init__(self, widths: Sequence[int]) -> None:
+    def __init__(self, widths: Sequence[float]) -> None:
         self.widths = tuple(widths)
-        self.chosen: Counter[int] = Counter()  # steps by width
+        self.chosen: Counter[float] = Counter()  # steps by width
 
-    def choose(self, requests: Sequence[Request]) -> int:
+    def choose(self, requests: Sequence[Request]) -> WidthChoice:
         """The width of the next step for these requests."""
-        wanted = 1 + max(r.params.draft_limit(self.widths[-1] - 1) for r in requests)
-        width = self._choose(requests, bisect.bisect_left(self.widths, wanted)) if wanted > 1 else 1
+        wanted = 1 + max(r.params.draft_limit(self.max_drafts) for r in requests)
+        at = bisect.bisect_left(self.widths, wanted)
+        width = self._choose(requests, at) if wanted > 1 else 1
         self.chosen[width] += 1
-        return width
+        return WidthChoice(width, self._drafting(width))
+
+    @property
+    def max_drafts(self) -> int:
+        """Drafts of a request in the widest step."""
+        return int(self.widths[-1]) - 1
 
     @abstractmethod
-    def _choose(self, requests: Sequence[Request], max_index: int) -> int:
+    def _choose(self, requests: Sequence[Request], max_index: int) -> float:
         """One of `self.widths[: max_index + 1]`."""
+
+    def _drafting(self, width: float) -> tuple[int, ...] | None:
+        """Which of these requests draft in a step of this width, if not all of them."""
+        return None
 
     def record_outcomes(self, outcomes: Sequence[VerifyOutcome]) -> None:
         """The acceptance of one step."""
         return None
 
-    def record_step_time(self, batch_size: int, width: int, seconds: float) -> None:
+    def record_survivals(
+        self, requests: Sequence[Request], rows: Sequence[Sequence[float]]
+    ) -> None:
+        """Survivals of each request's drafts and, in one more row, of a new request's."""
+        return None
+
+    def record_step_time(self, batch_size: int, choice: WidthChoice, seconds: float) -> None:
         """The time of one step."""
         return None
 
-    def step_costs(self) -> dict[int, dict[int, float]]:
+    def step_costs(self) -> dict[int, dict[float, float]]:
         """Seconds of a decode step by batch size and width, as far as they are known."""
         return {}
 
@@ -114,24 +150,110 @@ class WidthPolicy(ABC):
 class FixedWidth(WidthPolicy):
     """The full width, or the smallest that covers every request's draft limit."""
 
-    def __init__(self, widths: Sequence[int]) -> None:
+    def __init__(self, widths: Sequence[float]) -> None:
         super().__init__(widths)
-        self._costs: dict[int, dict[int, float]] = {}  # by batch size, rounded up, and width
+        self._costs: dict[int, dict[float, float]] = {}  # by batch size, rounded up, and width
 
-    def _choose(self, requests: Sequence[Request], max_index: int) -> int:
+    def _choose(self, requests: Sequence[Request], max_index: int) -> float:
         return self.widths[max_index]
 
-    def record_step_time(self, batch_size: int, width: int, seconds: float) -> None:
+    def record_step_time(self, batch_size: int, choice: WidthChoice, seconds: float) -> None:
         """It is only shown: no decision depends on it."""
         costs = self._costs.setdefault(1 << (batch_size - 1).bit_length(), {})
-        costs[width] = seconds + (1 - COST_WEIGHT) * (costs.get(width, seconds) - seconds)
+        before = costs.get(choice.width, seconds)
+        costs[choice.width] = seconds + (1 - COST_WEIGHT) * (before - seconds)
 
-    def step_costs(self) -> dict[int, dict[int, float]]:
+    def step_costs(self) -> dict[int, dict[float, float]]:
         return {size: dict(self._costs[size]) for size in sorted(self._costs)}
 
 
-class AdaptiveWidth(WidthPolicy):
-    """The width with the most expected tokens per second."""
+class ThroughputPolicy(WidthPolicy):
+    """The step with the most expected tokens per second, and some to find out what is expected."""
+
+    def __init__(self, widths: Sequence[float], costs: StepCosts) -> None:
+        super().__init__(widths)
+        self.costs = costs
+        self._exploration_budget = 0.0  # seconds
+        self._exploration_scale = 1.0  # doubled when drafts pay off, halved when exploring did not
+        self._exploration_steps = 0
+        self._exploring = False  # the last step with drafts was for exploration
+        self._paid_off = False  # it was faster than plain steps
+        self._steps_since_plain = 0
+        self._explored = bisect.bisect_left(self.widths[:-1], EXPLORED_WIDTH)  # index of a width
+
+    @abstractmethod
+    def _offers(self, requests: Sequence[Request], max_index: int) -> Sequence[Offer]:
+        """A step of each of `self.widths[: max_index + 1]`."""
+
+    @abstractmethod
+    def _is_new(self, request: Request) -> bool:
+        """Whether nothing is known of its acceptance. True once only."""
+
+    def _choose(self, requests: Sequence[Request], max_index: int) -> float:
+        offers = self._offers(requests, max_index)
+        plain, best = offers[0], max(offers, key=lambda each: each.throughput)
+        if best.throughput > MIN_GAIN * plain.throughput:
+            self._steps_since_plain += 1
+            uncertain = best.throughput < UNCERTAIN_GAIN * plain.throughput
+            if not (uncertain and self._steps_since_plain >= REMEASURE_INTERVAL):
+                return best.width
+        elif self._explore(requests, plain, explored := offers[: self._explored + 1][-1]):
+            return explored.width
+        self._steps_since_plain = 0
+        return 1
+
+    def _explore(self, requests: Sequence[Request], plain: Offer, explored: Offer) -> bool:
+        """Whether this step drafts although plain decoding is expected to be faster.
+
+        Plain steps say nothing about acceptance, and texts change. So a fixed share of their time
+        is spent on narrow steps with drafts (`EXPLORED_WIDTH`, or as the requests' limits allow);
+        one that paid off is repeated at once.
+        A request that is alone may be unlike those before it: its share is granted as it begins.
+        """
+        granted = self._exploration_scale * EXPLORATION_SHARE
+        if len(requests) == 1 and self._is_new(requests[0]):
+            granted += NEW_REQUEST_SHARE * min(requests[0].params.max_new_tokens, NEW_REQUEST_STEPS)
+        self._exploration_budget += granted * plain.seconds
+        loss = 1 - explored.throughput / plain.throughput  # expected, of the time of the step
+        cost = explored.seconds * max(loss, MIN_EXPLORATION_COST)
+        if not self._paid_off and self._exploration_budget < cost:
+            return False
+        self._exploration_budget = max(self._exploration_budget - cost, 0.0)
+        self._exploration_steps += 1
+        self._paid_off, self._exploring = False, True
+        return True
+
+    def as_dict(self) -> dict[str, Any]:
+        """What `WidthPolicy` shows, with the steps that explored."""
+        return super().as_dict() | {
+            "adaptive": True,
+            "exploration_steps": self._exploration_steps,
+        }
+
+    def step_costs(self) -> dict[int, dict[float, float]]:
+        return self.costs.as_dict()
+
+    def record_step_time(self, batch_size: int, choice: WidthChoice, seconds: float) -> None:
+        if choice.drafting is not None and choice.width > 1:  # as if it had drafted for all
+            saved = self.costs.drafting(batch_size) - self.costs.drafting(len(choice.drafting))
+            seconds += saved
+        self.costs.record(batch_size, choice.width, seconds)
+
+    def _compare_with_plain(self, outcomes: Sequence[VerifyOutcome], width: float) -> None:
+        """Adjusts exploration by whether a step with drafts was faster than plain decoding."""
+        costs, batch = self.costs[len(outcomes)], len(outcomes)
+        cost = costs[bisect.bisect_left(self.widths, width)]
+        num_tokens = sum(1 + each.num_accepted for each in outcomes)
+        self._paid_off = num_tokens / cost > batch / costs[0]
+        if self._paid_off:
+            self._exploration_scale = min(2 * self._exploration_scale, MAX_EXPLORATION_SCALE)
+        elif self._exploring:
+            self._exploration_scale = max(self._exploration_scale / 2, 1.0)
+        self._exploring = False
+
+
+class AdaptiveWidth(ThroughputPolicy):
+    """One width for all requests."""
 
     def __init__(
         self,
@@ -144,70 +266,28 @@ class AdaptiveWidth(WidthPolicy):
             costs: seconds of a step by batch size, one for every width.
             tree_depth: drafts on the longest path of a draft tree; None: drafts are chains.
         """
-        super().__init__(widths)
+        super().__init__(widths, StepCosts(widths, costs))
         self._makes_trees = tree_depth is not None
-        self._shape: DraftShape = Chain(self.widths)
+        self._shape: DraftShape = Chain(widths)
         if tree_depth is not None:
-            self._shape = BestFirstTree(self.widths, tree_depth)
-        self._batch_sizes = sorted(costs)
-        self._costs = [self._bounded(costs[size]) for size in self._batch_sizes]
-        # (index into the batch sizes, width) -> whether the last step there was an outlier
-        self._slow: dict[tuple[int, int], bool] = {}
+            self._shape = BestFirstTree(widths, tree_depth)
         # Over all requests: the prior of every request's own rates.
         self._acceptance = AcceptanceStats(self._shape, GLOBAL_WINDOW)
         self._rates = self._acceptance.estimates()
         self._expected_tokens = self._shape.expected_tokens(self._rates)
-        self._exploration_budget = 0.0  # seconds
-        self._exploration_scale = 1.0  # doubled when drafts pay off, halved when exploring did not
-        self._exploration_steps = 0
-        self._exploring = False  # the last step with drafts was for exploration
-        self._paid_off = False  # it was faster than plain steps
-        self._steps_since_plain = 0
-        self._explored = bisect.bisect_left(self.widths[:-1], EXPLORED_WIDTH)  # index of a width
 
-    # --- choosing -------------------------------------------------------------------------------
-
-    def _choose(self, requests: Sequence[Request], max_index: int) -> int:
+    def _offers(self, requests: Sequence[Request], max_index: int) -> Sequence[Offer]:
         if self._makes_trees:  # requests limit their depth
             max_index = len(self.widths) - 1
-        costs = self.costs(len(requests))
         expected = self._expected_tokens_of(requests, max_index + 1)
-        throughput = [tokens / cost for tokens, cost in zip(expected, costs, strict=False)]
-        best = max(range(max_index + 1), key=throughput.__getitem__)
-        if throughput[best] > MIN_GAIN * throughput[0]:
-            self._steps_since_plain += 1
-            uncertain = throughput[best] < UNCERTAIN_GAIN * throughput[0]
-            if not (uncertain and self._steps_since_plain >= REMEASURE_INTERVAL):
-                return self.widths[best]
-        elif self._explore(requests, costs, throughput):
-            return self.widths[min(self._explored, max_index)]
-        self._steps_since_plain = 0
-        return 1
+        offers = zip(self.widths, expected, self.costs[len(requests)], strict=False)
+        return [Offer(width, tokens, cost) for width, tokens, cost in offers]
 
-    def _explore(
-        self, requests: Sequence[Request], costs: Sequence[float], throughput: Sequence[float]
-    ) -> bool:
-        """Whether this step drafts although plain decoding is expected to be faster.
-
-        Plain steps say nothing about acceptance, and texts change. So a fixed share of their time
-        is spent on narrow steps with drafts (`EXPLORED_WIDTH`, or as the requests' limits allow);
-        one that paid off is repeated at once.
-        A request that is alone may be unlike those before it: its share is granted as it begins.
-        """
-        granted = self._exploration_scale * EXPLORATION_SHARE
-        if len(requests) == 1 and requests[0].acceptance is None:
-            requests[0].acceptance = self._new_stats()
-            granted += NEW_REQUEST_SHARE * min(requests[0].params.max_new_tokens, NEW_REQUEST_STEPS)
-        self._exploration_budget += granted * costs[0]
-        explored = min(self._explored, len(throughput) - 1)
-        loss = 1 - throughput[explored] / throughput[0]  # expected, of the time of the step
-        cost = costs[explored] * max(loss, MIN_EXPLORATION_COST)
-        if not self._paid_off and self._exploration_budget < cost:
-            return False
-        self._exploration_budget = max(self._exploration_budget - cost, 0.0)
-        self._exploration_steps += 1
-        self._paid_off, self._exploring = False, True
-        return True
+    def _is_new(self, request: Request) -> bool:
+        is_new = request.acceptance is None
+        if is_new:
+            request.acceptance = self._new_stats()
+        return is_new
 
     def _expected_tokens_of(self, requests: Sequence[Request], num_widths: int) -> list[float]:
         """Expected tokens of a step over all requests, for the smallest `num_widths` widths."""
@@ -215,58 +295,15 @@ class AdaptiveWidth(WidthPolicy):
         for request in requests:
             params = request.params
             left = params.max_new_tokens - len(request.output) - len(request.pending)
-            limit = min(1 + params.draft_limit(self.widths[-1] - 1), max(left, 1))
+            limit = min(1 + params.draft_limit(self.max_drafts), max(left, 1))
             expected = request.expected_tokens or self._expected_tokens
             for i in range(num_widths):
                 totals[i] += min(expected[i], limit)
         return totals
 
-    def costs(self, batch_size: int) -> list[float]:
-        """Seconds of a step for every width.
-
-        Interpolated linearly between the measured batch sizes; proportional to the batch size
-        above the largest.
-        """
-        sizes = self._batch_sizes
-        at = bisect.bisect_left(sizes, batch_size)
-        if at == len(sizes):
-            return [cost * batch_size / sizes[-1] for cost in self._costs[-1]]
-        if len(nearest := self._nearest(batch_size)) == 1:
-            return nearest[0]
-        below, above = sizes[at - 1 : at + 1]
-        weight = (batch_size - below) / (above - below)
-        return [a + weight * (b - a) for a, b in zip(*nearest, strict=True)]
-
-    def _bounded(self, measured: Sequence[float]) -> list[float]:
-        """Limits outliers of the measurement, after which a width would never be chosen again.
-
-        No wider step is cheaper, and a step of width W costs no more than W plain steps.
-        """
-        costs = list(measured)
-        for i in reversed(range(len(costs) - 1)):
-            costs[i] = min(costs[i], costs[i + 1])
-        return [min(cost, width * costs[0]) for width, cost in zip(self.widths, costs, strict=True)]
-
-    def _nearest(self, batch_size: int) -> list[list[float]]:
-        """The measured costs of this batch size, or of the next smaller and the next larger one."""
-        sizes = self._batch_sizes
-        at = bisect.bisect_left(sizes, batch_size)
-        exact = at < len(sizes) and sizes[at] == batch_size
-        return self._costs[max(at - (not exact), 0) : at + 1]
-
-    def step_costs(self) -> dict[int, dict[int, float]]:
-        rows = (dict(zip(self.widths, costs, strict=True)) for costs in self._costs)
-        return dict(zip(self._batch_sizes, rows, strict=True))
-
     def as_dict(self) -> dict[str, Any]:
-        """What `WidthPolicy` shows, with step costs by batch size and global acceptance rates."""
-        return super().as_dict() | {
-            "adaptive": True,
-            "exploration_steps": self._exploration_steps,
-            "accept_rates": list(self._rates),
-        }
-
-    # --- updating the estimates -----------------------------------------------------------------
+        """What is shown of every adaptive policy, with global acceptance rates."""
+        return super().as_dict() | {"accept_rates": list(self._rates)}
 
     def record_outcomes(self, outcomes: Sequence[VerifyOutcome]) -> None:
         drafted = []
@@ -279,7 +316,7 @@ class AdaptiveWidth(WidthPolicy):
         if not drafted:
             self._acceptance.record_plain_step()
             return
-        self._compare_with_plain(outcomes)
+        self._compare_with_plain(outcomes, 1 + max(each.num_drafts for each in outcomes))
         self._acceptance.window = max(GLOBAL_WINDOW, MIN_GLOBAL_STEPS * len(drafted))
         for _, observed in drafted:
             self._acceptance.record(*observed)
@@ -295,32 +332,3 @@ class AdaptiveWidth(WidthPolicy):
     def _new_stats(self) -> AcceptanceStats:
         """Those of a request."""
         return AcceptanceStats(self._shape, REQUEST_WINDOW)
-
-    def _compare_with_plain(self, outcomes: Sequence[VerifyOutcome]) -> None:
-        """Adjusts exploration by whether a step with drafts was faster than plain decoding."""
-        costs = self.costs(len(outcomes))
-        width = 1 + max(each.num_drafts for each in outcomes)
-        cost = costs[bisect.bisect_left(self.widths, width)]
-        num_tokens = sum(1 + each.num_accepted for each in outcomes)
-        self._paid_off = num_tokens / cost > len(outcomes) / costs[0]
-        if self._paid_off:
-            self._exploration_scale = min(2 * self._exploration_scale, MAX_EXPLORATION_SCALE)
-        elif self._exploring:
-            self._exploration_scale = max(self._exploration_scale / 2, 1.0)
-        self._exploring = False
-
-    def record_step_time(self, batch_size: int, width: int, seconds: float) -> None:
-        i = self.widths.index(width)
-        # Steps faster than expected weigh more, so that a cost measured too high is soon corrected.
-        ratio = min(max(seconds / self.costs(batch_size)[i], 0.5), 2.0)
-        weight = max(COST_WEIGHT, FASTER_WEIGHT * (1 - ratio)) if ratio > 0.875 else 0.5
-        if self._is_outlier(batch_size, width, ratio):
-            return
-        for costs in self._nearest(batch_size):
-            costs[i] *= 1 + weight * (ratio - 1)
-
-    def _is_outlier(self, batch_size: int, width: int, ratio: float) -> bool:
-        """Much slower than expected, and the step before it at this size and width was not."""
-        key = bisect.bisect_left(self._batch_sizes, batch_size), width
-        before, self._slow[key] = self._slow.get(key, False), ratio > OUTLIER_RATIO
-        return self._slow[key] and not before

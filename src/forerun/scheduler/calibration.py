@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from forerun.core.plan import ConfidenceCounts
@@ -62,9 +62,7 @@ class Calibration:
 def reliability(counts: ConfidenceCounts) -> dict[str, Any]:
     """The reliability of each mode that has drafts, for `/server_info`."""
     return {
-        mode: _of_mode(bins)
-        for mode, bins in (("greedy", counts.greedy), ("sampled", counts.sampled))
-        if any(n for n, *_ in bins)
+        mode: _of_mode(bins) for mode, bins in asdict(counts).items() if any(n for n, *_ in bins)
     }
 
 

@@ -43,7 +43,7 @@ from forerun.core.request import FinishReason, Request, State
 from forerun.kvcache.pages import PageAllocator
 from forerun.kvcache.prefix_cache import MatchResult, PrefixCache
 from forerun.kvcache.window_pages import WindowPages
-from forerun.scheduler.adaptive_width import VerifyOutcome, WidthPolicy
+from forerun.scheduler.adaptive_width import PLAIN, VerifyOutcome, WidthChoice, WidthPolicy
 from forerun.scheduler.prefill_budget import PrefillBudget
 from forerun.scheduler.schedule_policy import SchedulePolicy
 from forerun.scheduler.state_tracker import StateTracker
@@ -71,6 +71,7 @@ class ScheduledStep:
     deferred: list[tuple[Request, int]] = field(default_factory=list)  # of `plan.deferred`
     updates: list[PageTableUpdate] = field(default_factory=list)  # among `plan.page_writes`
     tracked: dict[Request, TrackedState] = field(default_factory=dict)  # of `plan.tracked`
+    choice: WidthChoice = PLAIN  # of the width policy
 
     @property
     def requests(self) -> list[Request]:
@@ -261,6 +262,8 @@ class Scheduler:
             self._settle(request)
         if outcomes:
             self.widths.record_outcomes(outcomes)
+        if result.survivals:
+            self.widths.record_survivals(step.decode, result.survivals)
         return changed
 
     def _complete_prefill(
@@ -307,8 +310,8 @@ class Scheduler:
 
     def _choose_width(self, step: ScheduledStep) -> None:
         if step.decode:
-            width = self.widths.choose(step.decode)
-            shape = self.limits.verify_shape(len(step.decode), width)
+            step.choice = self.widths.choose(step.decode)
+            shape = self.limits.verify_shape(len(step.decode), step.choice.width)
             step.plan.num_verify_tokens, step.plan.num_rows = shape
         for request in step.decode:
             request.pending.append(step.plan.num_verify_tokens)

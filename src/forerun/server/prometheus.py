@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
 
 from fastapi import APIRouter
 from prometheus_client import CollectorRegistry, generate_latest
@@ -358,7 +359,7 @@ def _speculation(make: _Families, engine: EngineMetrics) -> Iterator[Metric]:
         ({}, Histogram(lengths, [*engine.accepted, 0], tokens)),
     )
     none = [[0.0] * 3 for _ in range(CONFIDENCE_BINS)]
-    yield from _confidences(make, engine.confidences or ConfidenceCounts(none, none))
+    yield from _confidences(make, engine.confidences or ConfidenceCounts(none, none, none))
     yield make.counter(
         "forerun_spec_failures", "Steps in which drafting failed.", engine.algorithm_failures
     )
@@ -366,10 +367,11 @@ def _speculation(make: _Families, engine: EngineMetrics) -> Iterator[Metric]:
 
 def _confidences(make: _Families, counts: ConfidenceCounts) -> Iterator[Metric]:
     bounds = tuple((i + 1) / CONFIDENCE_BINS for i in range(CONFIDENCE_BINS))
-    modes = {"greedy": counts.greedy, "sampled": counts.sampled}
+    modes = asdict(counts)
     yield make.histogram(
         "forerun_spec_confidence",
-        "Confidence of drafts that were tested, by mode; before calibration.",
+        "Confidence of drafts that were tested, by mode, before calibration; estimated: the rate"
+        " that ragged steps go by.",
         *(
             (
                 {"mode": mode},

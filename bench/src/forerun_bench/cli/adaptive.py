@@ -113,7 +113,7 @@ def table(cells: Sequence[Cell]) -> Table:
     return out
 
 
-def shares(widths: dict[int, int]) -> str:
+def shares(widths: dict[float, int]) -> str:
     """`"1: 95 %, 4: 5 %"`."""
     whole = sum(widths.values())
     return ", ".join(f"{width}: {count / whole:.0%}" for width, count in widths.items())

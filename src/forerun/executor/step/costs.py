@@ -32,7 +32,7 @@ CAPTURED, EAGER = MeasurementBudget(5.0, 2, 3), MeasurementBudget(2.0, 1, 2, mor
 @torch.inference_mode()
 def measure_step_costs(
     executor: DeviceExecutor,
-    widths: Sequence[int],
+    widths: Sequence[float],
     largest: int,
     slowest: Callable[[float], float] = float,
 ) -> dict[int, list[float]]:
@@ -43,9 +43,15 @@ def measure_step_costs(
     """
     budget = CAPTURED if executor.steps.captured else EAGER
     costs, begin = {}, time.monotonic()
+    limits = executor.tables.limits
     with executor.step.dummy_steps():
         for batch in executor.steps.measured_batches(largest):
-            costs[batch] = [_cost(executor, batch, width, budget, slowest) for width in widths]
+            shapes = [limits.verify_shape(batch, width) for width in widths]
+            of_shape = {
+                shape: _cost(executor, batch, shape, budget, slowest)
+                for shape in dict.fromkeys(shapes)
+            }
+            costs[batch] = [of_shape[shape] for shape in shapes]
             if slowest(time.monotonic() - begin) > budget.seconds:
                 break
     return costs
@@ -54,15 +60,14 @@ def measure_step_costs(
 def _cost(
     executor: DeviceExecutor,
     batch: int,
-    width: int,
+    shape: tuple[int, int],
     budget: MeasurementBudget,
     slowest: Callable[[float], float],
 ) -> float:
     caps = executor.step.caps
     slots = [executor.tables.padding_slot] * batch
     lengths, bound = HostBatch.padding(batch), 1 + caps.kv_reserve
-    most, rows = executor.tables.limits.verify_shape(batch, width)
-    step = DecodeBatch(slots, most, bound, SamplingFlags(), lengths, num_rows=rows)
+    step = DecodeBatch(slots, shape[0], bound, SamplingFlags(), lengths, num_rows=shape[1])
 
     def seconds() -> float:
         _wait(executor)

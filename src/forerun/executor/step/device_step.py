@@ -321,7 +321,8 @@ class DeviceStep:
         if self.estimator is None:
             return
         tokens, rows = verified.given.tokens, verified.rows
-        widths = torch.full_like(num_committed, tokens.q_len) if rows is None else rows.widths
+        most = 1 + self.tables.max_drafts[tokens.slots]  # drafts beyond were not compared
+        widths = most.clamp_max(tokens.q_len) if rows is None else torch.minimum(rows.widths, most)
         step = StepOutcome(tokens.slots, widths, num_committed, verified.confidence)
         self.estimator.update(step)
 

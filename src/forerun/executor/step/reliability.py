@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from forerun.core.plan import CONFIDENCE_BINS, ConfidenceCounts
+from forerun.speculative.ragged.estimator import FRACTION, Estimator
 
 
 class ReliabilityTable:
@@ -44,7 +45,16 @@ class ReliabilityTable:
         self.counts.index_add_(0, rows.flatten(), values.flatten(0, 1).double())
 
 
+def all_counts(table: ReliabilityTable, estimator: Estimator | None) -> Tensor:
+    """[3 * bins, 3] float64: those of greedy and sampled requests, and of estimated rates."""
+    estimated = table.counts.new_zeros(CONFIDENCE_BINS, 3)
+    if estimator is not None:
+        estimated = estimator.counts.double()
+        estimated[:, 2] /= FRACTION
+    return torch.cat((table.counts[:-1], estimated))
+
+
 def confidence_counts(counts: Tensor) -> ConfidenceCounts:
-    """A host copy of `ReliabilityTable.counts` as plain numbers, without its last row."""
-    rows: list[list[float]] = counts[:-1].tolist()
-    return ConfidenceCounts(greedy=rows[:CONFIDENCE_BINS], sampled=rows[CONFIDENCE_BINS:])
+    """A host copy of `all_counts` as plain numbers."""
+    greedy, sampled, estimated = counts.view(3, CONFIDENCE_BINS, 3).tolist()
+    return ConfidenceCounts(greedy=greedy, sampled=sampled, estimated=estimated)

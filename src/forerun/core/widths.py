@@ -1,0 +1,27 @@
+"""The widths of ragged steps: tokens verified per request, in the mean. No torch."""
+
+from __future__ import annotations
+
+import bisect
+
+FINE_TOKENS = 64  # of a pass: from so many on they cost time, and passes are closer to each other
+_WIDTHS = (1.25, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128, 192)
+
+
+def ragged_widths(full: int) -> tuple[float, ...]:
+    """The widths that a step may have: 1, `full`, and some between them."""
+    between = (width for width in _WIDTHS if width <= 0.85 * full)
+    return (1, *between, *([full] if full > 1 else []))
+
+
+def captured_width(width: float, batch_size: int, full: int) -> float:
+    """The next of `ragged_widths` with which so many requests are verified.
+
+    Where all tokens of a pass are about as fast as one, that is a power of two or `full`.
+    """
+    widths = ragged_widths(full)
+    for wider in widths[bisect.bisect_left(widths, width) :]:
+        is_power = wider == int(wider) and int(wider).bit_count() == 1
+        if is_power or wider == full or wider * batch_size >= FINE_TOKENS:
+            return wider
+    raise ValueError(f"no step verifies {width} tokens per request; the largest is {full}")

@@ -1,0 +1,115 @@
+"""How many tokens a ragged step verifies, and for how many requests it drafts. No torch.
+
+A step of B requests drafts for D of them and verifies N tokens: one of each request, and the N - B
+drafts of the D requests that are most likely to survive (`speculative/ragged/allocate.py`). It is
+expected to commit B tokens and one for every draft times its survival, so
+
+    throughput(D, N) = (B + the N - B largest survivals of D requests) / (draft(D) + verify(B, N))
+
+and the best of all D and N is taken. Plain decoding is D = 0 and N = B; the full width, or any one
+width for all requests, is never better, since the same N tokens are divided as well or better.
+
+Which D requests? At a price p of a verified token, in tokens, the best that a request can add is
+the sum of its survivals over p, less p for each. The D requests with the largest sums at some price
+are tried, for several prices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+PRICES = (0.0, 0.03, 0.06, 0.1, 0.15, 0.22, 0.3, 0.4, 0.5, 0.65, 0.8)  # tokens, of a verified one
+DRAFTING_OPTIONS = 8  # numbers of drafting requests that are tried, about
+
+Survivals = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of the steps of one batch, drafts and verify pass apart."""
+
+    # N of each verify pass there is, not falling; the first: B, plain decoding; the others: more.
+    tokens: Sequence[int]
+    verify: Sequence[float]  # of each, with everything but the drafts
+    drafting: Sequence[int]  # D >= 1, ascending: for how many requests a step can draft
+    draft: Sequence[float]  # of each
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A step, and what it promises."""
+
+    tokens: int  # N
+    drafting: int  # D
+    # Indices of the requests; the first D of them draft.
+    order: tuple[int, ...]
+    expected: float  # tokens that it commits
+    seconds: float
+
+    @property
+    def throughput(self) -> float:
+        return self.expected / self.seconds
+
+
+def drafting_options(batch: int) -> list[int]:
+    """For how many of so many requests a step may draft: some, and all."""
+    step = -(-batch // DRAFTING_OPTIONS)
+    return [*range(step, batch, step), batch]
+
+
+def budgets(survival: Survivals, times: StepTimes) -> list[Budget]:
+    """For each verify pass, the step with the highest expected throughput; first plain decoding.
+
+    Args:
+        survival: [B, K], not rising along a row; 0 where a request takes no draft.
+        times: of a batch of B requests.
+    """
+    batch, num_drafts = survival.shape
+    plain = Budget(times.tokens[0], 0, tuple(range(batch)), float(batch), times.verify[0])
+    verify, wanted = np.asarray(times.verify[1:]), np.asarray(times.tokens[1:]) - batch
+    best: list[Budget | None] = [None] * len(wanted)
+    for drafting, seconds, order in _candidates(survival, times) if len(wanted) else ():
+        gains = _gains(survival[order[:drafting]])
+        expected = batch + gains[np.minimum(wanted, drafting * num_drafts) - 1]
+        own = tuple(order.tolist())
+        for i, (tokens, time) in enumerate(zip(expected.tolist(), verify + seconds, strict=True)):
+            found, known = Budget(times.tokens[1 + i], drafting, own, tokens, float(time)), best[i]
+            if known is None or found.throughput > known.throughput:
+                best[i] = found
+    return [plain, *(each for each in best if each is not None)]
+
+
+def _gains(survival: Survivals) -> Survivals:
+    """What the best n drafts are expected to add, for n = 1 to all of them."""
+    gains: Survivals = np.cumsum(np.sort(survival, axis=None)[::-1])
+    return gains
+
+
+def _candidates(
+    survival: Survivals, times: StepTimes
+) -> list[tuple[int, float, NDArray[np.int64]]]:
+    """For each number of drafting requests: it, its seconds, and the requests in an order."""
+    batch = len(survival)
+    above = np.maximum(survival[None] - np.asarray(PRICES)[:, None, None], 0.0)
+    values = above.sum(-1)  # [prices, B]
+    orders = np.argsort(-values, axis=1, kind="stable")
+    if times.drafting[0] >= batch:
+        return [(times.drafting[0], times.draft[0], orders[0])]
+    # At each price, what the requests of an order add; a price is right where they add most.
+    counts = np.take_along_axis((above > 0).sum(-1), orders, 1).cumsum(1)
+    added = np.take_along_axis(values, orders, 1).cumsum(1)
+    added += np.asarray(PRICES)[:, None] * counts
+    passes, seconds = np.asarray(times.tokens), np.asarray(times.verify)
+    padded = np.clip(np.searchsorted(passes, batch + counts), 1, len(passes) - 1)
+    fits = batch + counts <= passes[-1]
+    out = []
+    for drafting, cost in zip(times.drafting, times.draft, strict=True):
+        at = min(drafting, batch) - 1
+        rate = (batch + added[:, at]) / (seconds[padded[:, at]] + cost)
+        price = int(np.argmax(np.where(fits[:, at], rate, rate * 0.5)))
+        out.append((min(drafting, batch), cost, orders[price]))
+    return out
