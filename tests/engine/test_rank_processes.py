@@ -172,6 +172,7 @@ counts = st.lists(st.lists(st.floats(0, 1e9), min_size=3, max_size=3), max_size=
 results = st.builds(
     StepResult,
     decode=st.lists(tokens, max_size=3),
+    survivals=st.lists(st.lists(st.floats(0, 1), max_size=3), max_size=3),
     prefill=st.lists(st.none() | ints, max_size=3),
     seconds=st.floats(0, 10),
     error=st.none() | st.text(),
@@ -180,7 +181,7 @@ results = st.builds(
     phase_times=st.none() | st.tuples(ints, ints, ints, ints),
     decode_logprobs=st.lists(st.lists(entries, max_size=2), max_size=2),
     prefill_logprobs=st.lists(st.lists(entries, max_size=2), max_size=2),
-    confidences=st.none() | st.builds(ConfidenceCounts, counts, counts),
+    confidences=st.none() | st.builds(ConfidenceCounts, counts, counts, counts),
 )
 
 

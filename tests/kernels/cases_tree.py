@@ -166,13 +166,20 @@ CASES = [
         )
         for parts, drafts in ((1, 1), (64, 16))
     ),
-    Case(
-        "simulated acceptance",
-        simulate._simulate,
-        {"slots": "*i64", "steps_ptr": "*i64", "mean_ptr": "*i64", "out": "*i32"}
-        | {"num_verify_tokens": "i32"},
-        {"FRACTION_BITS": 32, "ROUNDING": 1 << 16},
-        options={"num_warps": 1},
-        wide=False,
+    *(
+        Case(
+            f"simulated acceptance{', by chance' if by_chance else ''}",
+            simulate._simulate,
+            {"slots": "*i64", "steps_ptr": "*i64", "mean_ptr": "*i64", "out": "*i32"}
+            | {"num_verify_tokens": "i32", "num_drafts": "i32"}
+            | ({"survival": "*fp32"} if by_chance else {}),
+            {"FRACTION_BITS": 32, "ROUNDING": 1 << 16, "DRAFTS": 16}
+            | {"FIRST": simulate._FIRST, "SECOND": simulate._SECOND, "SLOT": simulate._SLOT}
+            | {"OFFSET": simulate._OFFSET}
+            | ({} if by_chance else {"survival": None}),
+            options={"num_warps": 1},
+            wide=False,
+        )
+        for by_chance in (False, True)
     ),
 ]

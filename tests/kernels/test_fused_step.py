@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 import torch
@@ -162,6 +163,36 @@ def test_simulated_acceptance(mean: float, device: torch.device) -> None:
     assert reference.num_committed_ref(slots, num_tokens).tolist() == [2, 2]
     assert kernel.num_committed(slots.to(device), num_tokens).tolist() == [2, 2]
     assert kernel.num_committed(slots.to(device), 1).tolist() == [1, 1]  # a narrower step
+
+
+def test_requests_have_one_of_several_accept_lengths(device: torch.device) -> None:
+    simulated = SimulatedAcceptance.of((1.0, 3.0, 5.0), 8, 6, device)
+    slots = torch.tensor([5, 0, 1, 2, 3], device=device)
+    for _ in range(3):
+        assert simulated.num_committed(slots, 8).tolist() == [5, 1, 3, 5, 1]
+    assert simulated.num_committed(slots, 4).tolist() == [4, 1, 3, 4, 1]
+    simulated.set((2.0,))
+    assert simulated.num_committed(slots, 8).tolist() == [2] * 5
+
+
+def test_accept_lengths_by_chance(device: torch.device) -> None:
+    """The mean is the one that is asked for, drafts are accepted at one rate, lengths vary."""
+    means, num_tokens, count = (1.3, 5.0), 16, 20
+    kernel = SimulatedAcceptance.of(means, num_tokens, count, device, by_chance=True)
+    reference = SimulatedAcceptance.of(means, num_tokens, count, torch.device("cpu"), True)
+    slots = torch.arange(count)
+    seen = torch.stack([reference.num_committed_ref(slots, num_tokens) for _ in range(600)])
+    for step in range(20):
+        got = kernel.num_committed(slots.to(device), num_tokens)
+        assert torch.equal(got.cpu(), seen[step])
+    for first, mean in enumerate(means):
+        of_mean = seen[:, first::2].double()
+        assert of_mean.mean().item() == pytest.approx(mean, rel=0.03)
+        accepted = [(of_mean > k).double().mean().item() for k in range(1, 4)]
+        rates = [after / before for before, after in pairwise([1.0, *accepted])]
+        assert max(rates) - min(rates) < 0.06
+    assert seen[:, 1].unique().numel() > 8
+    assert len({tuple(column) for column in seen[:, 1::2].t().tolist()}) == 10
 
 
 @pytest.mark.gpu

@@ -19,6 +19,7 @@ import torch
 
 from forerun.core.request import Request
 from forerun.core.sampling_params import SamplingParams
+from forerun.core.widths import captured_width, ragged_widths
 from forerun.scheduler.adaptive_width import (
     AdaptiveWidth,
     FixedWidth,
@@ -27,7 +28,7 @@ from forerun.scheduler.adaptive_width import (
     WidthPolicy,
     verify_widths,
 )
-from forerun.scheduler.ragged_width import RaggedWidth, captured_width, ragged_widths
+from forerun.scheduler.ragged_width import RaggedWidth
 from forerun.speculative.ragged.allocate import allocate_ref
 from forerun.speculative.ragged.estimator import Estimator, StepOutcome
 
@@ -163,7 +164,7 @@ def cell(load: Load, batch: int, steps: int = 1200, costs: Costs | None = None) 
 
     def step(width: float, size: int) -> float:
         drafting = size if width > 1 else 0
-        return costs.step(size, drafting, int(captured_width(width, size, mixed) * size)) / 1000
+        return costs.step(size, drafting, int(captured_width(width, size, full) * size)) / 1000
 
     sizes = [1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 224, 256]
     single = AdaptiveWidth(singles, {b: [step(w, b) for w in singles] for b in sizes})
@@ -201,7 +202,7 @@ def speed(
         if divided is None:
             widths = uniform(choice, slots.batch)
         else:
-            padded = captured_width(choice.width, slots.batch, policy.widths)
+            padded = captured_width(choice.width, slots.batch, slots.load.full)
             widths = divided.widths(choice._replace(width=padded), slots.batch)
         new = [min(pair) for pair in zip(slots.acceptable(), widths, strict=True)]
         took = seconds_of(choice, slots.batch, sum(widths))

@@ -236,8 +236,16 @@ class EngineConfig:
         " blocks); default: decode",
         ("prefill", "decode"),
     )
-    speculative_simulate_accept_length: float | None = _setting(
-        None, "Benchmarks only: simulate this mean accept length; drafts and verification still run"
+    speculative_simulate_accept_length: str | float | None = _setting(
+        None,
+        "Benchmarks only: simulate this mean accept length, or one of several (1.3,5) for each"
+        " request; drafts and verification still run",
+    )
+    speculative_simulate_accept_method: str = _setting(
+        "even",
+        "How steps get a simulated length. even: each as close to the mean as whole tokens allow;"
+        " chance: each draft is accepted with one probability",
+        ("even", "chance"),
     )
     speculative_adaptive: bool = _setting(
         True, "Choose the number of verified tokens per step by expected throughput"
@@ -308,7 +316,8 @@ class EngineConfig:
             value = getattr(self, spec.name)
             if value is None and type(None) in kinds:
                 continue
-            value = of_type(kinds[0], spec.name, value, ConfigError)
+            kind = kinds[0] if isinstance(value, str) or float not in kinds else float
+            value = of_type(kind, spec.name, value, ConfigError)
             object.__setattr__(self, spec.name, value)
             if isinstance(value, int) and not -MAX_INT64 <= value <= MAX_INT64:
                 raise ConfigError(f"{spec.name} must fit in 64 bits, got {shown(value)}.")

@@ -21,7 +21,7 @@ class ExecutorInfo:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     prefix_lookahead: int  # n if draft K/V at a position depends on the n tokens after it
-    verify_widths: tuple[float, ...]  # tokens per request that a step may verify, in the mean
+    verify_widths: tuple[int | float, ...]  # tokens per request that a step may verify, in the mean
     # Seconds of a decode step by batch size, one for every width; None: fixed width.
     step_costs: dict[int, list[float]] | None = None
     num_window_pages: int | None = None  # the same of windowed pools; None: there are none

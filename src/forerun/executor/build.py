@@ -55,7 +55,7 @@ from forerun.speculative.base import DraftContext, SlotContext, SpeculativeAlgor
 from forerun.speculative.check import slot_tensors
 from forerun.speculative.ragged.estimator import Estimator
 from forerun.speculative.registry import get_algorithm
-from forerun.speculative.simulate import SimulatedAcceptance
+from forerun.speculative.simulate import SimulatedAcceptance, accept_lengths
 
 log = logging.getLogger("forerun")
 MAX_GRAPH_BATCH = 256
@@ -350,13 +350,17 @@ class _Builder:
 
     def _simulated(self) -> SimulatedAcceptance | None:
         settings = self.settings
-        mean = settings.config.speculative_simulate_accept_length
-        if mean is None:
+        config = settings.config
+        if config.speculative_simulate_accept_length is None:
             return None
         if settings.caps.makes_trees:
             raise ConfigError("speculative_simulate_accept_length works with chains, not trees.")
         return SimulatedAcceptance.of(
-            mean, settings.caps.num_verify_tokens, settings.limits.slots + 1, settings.device
+            accept_lengths(config.speculative_simulate_accept_length),
+            settings.caps.num_verify_tokens,
+            settings.limits.slots + 1,
+            settings.device,
+            by_chance=config.speculative_simulate_accept_method == "chance",
         )
 
 

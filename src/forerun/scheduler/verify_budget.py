@@ -56,13 +56,13 @@ class Budget:
 
 
 def drafting_options(batch: int) -> list[int]:
-    """For how many of so many requests a step may draft: some, and all."""
+    """Numbers of requests, of so many, that a step may draft for: some, and all."""
     step = -(-batch // DRAFTING_OPTIONS)
     return [*range(step, batch, step), batch]
 
 
 def budgets(survival: Survivals, times: StepTimes) -> list[Budget]:
-    """For each verify pass, the step with the highest expected throughput; first plain decoding.
+    """The step with the highest expected throughput for each verify pass; first plain decoding.
 
     Args:
         survival: [B, K], not rising along a row; 0 where a request takes no draft.
@@ -92,7 +92,7 @@ def _gains(survival: Survivals) -> Survivals:
 def _candidates(
     survival: Survivals, times: StepTimes
 ) -> list[tuple[int, float, NDArray[np.int64]]]:
-    """For each number of drafting requests: it, its seconds, and the requests in an order."""
+    """Each number of drafting requests, its seconds, and the requests in an order."""
     batch = len(survival)
     above = np.maximum(survival[None] - np.asarray(PRICES)[:, None, None], 0.0)
     values = above.sum(-1)  # [prices, B]

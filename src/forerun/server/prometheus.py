@@ -402,14 +402,14 @@ def _steps(make: _Families, engine: EngineMetrics) -> Iterator[Metric]:
         "forerun_decode_steps",
         "Decode steps by width: tokens verified per request; 1 is plain decoding.",
         ("width",),
-        (((str(width),), count) for width, count in sorted(engine.steps_by_width.items())),
+        (((f"{width:g}",), count) for width, count in sorted(engine.steps_by_width.items())),
     )
     yield make.table(
         "forerun_step_cost_seconds",
         "Expected device time of a decode step by batch size and width, corrected while it runs.",
         ("batch_size", "width"),
         (
-            ((str(size), str(width)), seconds)
+            ((str(size), f"{width:g}"), seconds)
             for size, costs in sorted(engine.step_costs.items())
             for width, seconds in sorted(costs.items())
         ),

@@ -26,6 +26,7 @@ BENCHMARKS = {
     "algorithms": Benchmark("forerun_bench.cli.algorithms:algorithms_command", ListCommand),
     "heads": Benchmark("forerun_bench.cli.heads:heads_command", ListCommand),
     "adaptive": Benchmark("forerun_bench.cli.adaptive:adaptive_command", ListCommand),
+    "widths": Benchmark("forerun_bench.cli.widths:widths_command", ListCommand),
     "vs-transformers": Benchmark("forerun_bench.cli.vs_transformers:vs_transformers_command"),
     "overlap": Benchmark("forerun_bench.cli.overlap:overlap_command", ListCommand),
     "first-token": Benchmark("forerun_bench.cli.first_token:first_token_command", ListCommand),

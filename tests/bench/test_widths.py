@@ -1,0 +1,71 @@
+"""`bench widths`: arithmetic, bad input, end to end on the bundled pair."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from forerun.core.errors import ConfigError
+from forerun_bench.cli.widths import table, widths_settings
+from forerun_bench.one_batch import Shape
+from forerun_bench.widths import FULL, PLAIN, POLICIES, RAGGED, SINGLE, Cell, Load, engines
+from tests.bench.test_adaptive import shown
+from tests.bench.test_cli_measure import call, needs_pair
+
+
+def test_ragged_steps_are_compared_with_the_best_of_the_others() -> None:
+    speeds = {PLAIN: 100.0, FULL: 80.0, SINGLE: 120.0, RAGGED: 150.0}
+    widths: dict[str, dict[float, int]] = {name: {1: 3, 2.5: 1} for name in POLICIES}
+    cell = Cell(Load(64, "1.3,5"), speeds, dict.fromkeys(POLICIES, 3.0), widths)
+    assert (cell.over_best, cell.over_plain) == (1.25, 1.5)
+    assert cell.identical is None and cell.as_dict()["simulated"] == "1.3,5"
+    assert "64 1.3,5 100 80 120 150 1.250 1.50 1: 75%, 2.5: 25% -" in shown(table([cell]))
+    real = Cell(Load(2), speeds, dict.fromkeys(POLICIES, 3.0), widths, {((1,), (2,))})
+    assert real.identical and "2 3.00 100" in shown(table([real]))
+    real.texts.add(((1,), (3,)))
+    assert real.identical is False
+
+
+def test_each_policy_has_an_engine() -> None:
+    settings = widths_settings({}, [Shape(4, 8, 8)], ["1.3,5", "2"], True)
+    assert settings["speculative_simulate_accept_length"] == 5.0
+    found = engines(settings)
+    assert [name for _, names in found for name in names] == list(POLICIES)
+    assert [own.get("speculative_ragged_verify") for own, _ in found] == [None, False, True]
+    assert "speculative_simulate_accept_length" not in found[0][0]
+
+
+@pytest.mark.parametrize(
+    ("engine", "lengths", "message"),
+    [
+        ({"speculative_algorithm": "NONE"}, [], "need --speculative-algorithm"),
+        ({"speculative_simulate_accept_length": 2.0}, [], "--accept-length"),
+        ({}, ["1.3;5"], "must be a number, or several"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(
+    engine: dict[str, Any], lengths: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        widths_settings(engine, [Shape(1, 8, 8)], lengths, False)
+
+
+@needs_pair
+def test_real_acceptance_gives_one_text(capsys: pytest.CaptureFixture[str]) -> None:
+    shape = ("--batch-size", "3", "--input-len", "16", "--output-len", "12", "--dtype", "float32")
+    out = call(capsys, "bench", "widths", *shape, "--repetitions", "1", "--json")
+    (cell,) = out["results"]
+    assert cell["identical"] is True and set(cell["tok_s"]) == set(POLICIES)
+    assert cell["accept_length"][FULL] > 1.2
+    assert out["policy"]["survival"] and out["policy"]["step_costs"]
+
+
+@needs_pair
+def test_simulated_acceptance_by_request(capsys: pytest.CaptureFixture[str]) -> None:
+    shape = ("--batch-size", "2", "--input-len", "16", "--output-len", "16")
+    lengths = ("--accept-length", "1,5", "--speculative-simulate-accept-method", "chance")
+    out = call(capsys, "bench", "widths", *shape, *lengths, "--repetitions", "1", "--json")
+    (cell,) = out["results"]
+    assert cell["simulated"] == "1,5" and cell["identical"] is None
+    assert 1 < cell["accept_length"][FULL] < 4

@@ -1,0 +1,95 @@
+"""The policy of ragged steps: in a model of a server, and one rule at a time."""
+
+from __future__ import annotations
+
+import pytest
+
+from forerun.core.request import Request
+from forerun.core.sampling_params import SamplingParams
+from forerun.core.widths import ragged_widths
+from forerun.scheduler.adaptive_width import PLAIN, VerifyOutcome, WidthChoice
+from forerun.scheduler.ragged_width import RaggedWidth
+from tests.scheduler.simulated_load import MIXES, Load, cell
+
+WIDTHS = ragged_widths(8)
+# Verified tokens cost in proportion, drafts too.
+COSTS = {b: [1.0 + 0.01 * b * (w + (w > 1)) for w in WIDTHS] for b in (1, 4, 16, 64)}
+DRAFTING = {b: 0.01 * b for b in (1, 4, 16, 64)}
+EASY, HARD = [0.95**k for k in range(1, 8)], [0.05**k for k in range(1, 8)]
+
+
+def request(**params: object) -> Request:
+    return Request("r", (1,), SamplingParams(max_new_tokens=10**6, **params), 0, frozenset())
+
+
+@pytest.mark.parametrize(("batch", "over_plain"), [(4, 2.0), (16, 2.0), (64, 1.6)])
+def test_mixed_requests_get_what_each_needs(batch: int, over_plain: float) -> None:
+    for means in MIXES.values():
+        got = cell(Load(means, 16), batch, 150)
+        assert got.ratio > 0.99 and got.ragged > over_plain * got.plain
+        assert batch < 64 or got.ragged > 1.3 * max(got.single, got.full)
+
+
+def test_requests_that_pay_draft_first() -> None:
+    policy = RaggedWidth(WIDTHS, COSTS, DRAFTING)
+    requests = [request() for _ in range(64)]
+    policy.record_survivals(requests, [*([EASY] + [HARD] * 3) * 16, HARD])
+    choice = policy.choose(requests)
+    assert choice.width > 1 and choice.drafting is not None
+    assert set(choice.drafting[:16]) == set(range(0, 64, 4))
+    assert len(choice.drafting) < 32
+
+
+def test_drafts_are_for_all_where_they_cannot_be_for_some() -> None:
+    policy = RaggedWidth(WIDTHS, COSTS)
+    requests = [request() for _ in range(16)]
+    policy.record_survivals(requests, [*([EASY] * 8 + [HARD] * 8), HARD])
+    choice = policy.choose(requests)
+    assert choice.width > 1 and choice.drafting is None
+
+
+def test_plain_steps_where_no_draft_pays() -> None:
+    policy = RaggedWidth(WIDTHS, COSTS, DRAFTING)
+    requests = [request() for _ in range(16)]
+    policy.record_survivals(requests, [HARD] * 17)
+    assert [policy.choose(requests) for _ in range(20)] == [PLAIN] * 20
+
+
+def test_a_request_nothing_is_known_of_counts_as_a_new_one() -> None:
+    policy = RaggedWidth(WIDTHS, COSTS, DRAFTING)
+    known = [request() for _ in range(4)]
+    policy.record_survivals(known, [[0.0] * 7] * 4 + [EASY])
+    assert policy.choose(known) == PLAIN
+    assert policy.choose([*known, *(request() for _ in range(4))]).width > 1
+
+
+def test_limits_of_requests() -> None:
+    """A request without drafts, and one that has a token left, get none."""
+    policy = RaggedWidth(WIDTHS, COSTS, DRAFTING)
+    last = Request("r", (1,), SamplingParams(max_new_tokens=1), 0, frozenset())
+    for each in (request(speculative=False), last):
+        policy.record_survivals([each], [EASY, EASY])
+        assert policy.choose([each]) == PLAIN
+    few = request(max_draft_tokens=2)
+    policy.record_survivals([few], [EASY, EASY])
+    assert policy.choose([few]).width <= 4
+
+
+def test_costs_of_steps_that_draft_for_some_are_not_those_of_steps_that_draft_for_all() -> None:
+    policy = RaggedWidth(WIDTHS, COSTS, DRAFTING)
+    at = WIDTHS.index(4)
+    for _ in range(50):
+        policy.record_step_time(64, WidthChoice(4, tuple(range(16))), COSTS[64][at] - 0.48)
+    assert policy.costs[64][at] == pytest.approx(COSTS[64][at])
+
+
+def test_drafts_are_explored_while_none_pays() -> None:
+    policy = RaggedWidth(WIDTHS, COSTS, DRAFTING)
+    requests = [request() for _ in range(16)]
+    policy.record_survivals(requests, [HARD] * 17)
+    for _ in range(2000):
+        width = policy.choose(requests).width
+        drafts = int(width) - 1
+        policy.record_outcomes([VerifyOutcome(each, drafts, 0) for each in requests])
+    assert 0 < policy.as_dict()["exploration_steps"] < 20
+    assert policy.as_dict()["draft_costs"] == DRAFTING
