@@ -22,10 +22,7 @@ from forerun import LLM, SamplingParams
 from forerun.core.request import Request
 from forerun.executor.graphs.cpu import CpuGraphSteps
 from forerun.kernels.cpu import library
-from forerun_train.toys.accept import matches
-from forerun_train.toys.draft import block_guesses
-from forerun_train.toys.draft_model import load_draft
-from forerun_train.toys.hybrid import BLOCK, load_target
+from forerun_train.toys.hybrid import BLOCK, load_draft, load_target, matches
 from tests.engine_runs import run_together
 from tests.golden_engine import poison_on_release
 from tests.support_cells import passed
@@ -211,11 +208,11 @@ def seeded() -> tuple[list[list[int]], list[list[int]]]:
             llm.generate(input_ids=p, sampling_params=params(SEEDED, i, NEW + BLOCK)).output_ids
             for i, p in enumerate(PROMPTS)
         ]
-    target, draft = load_target(TOY / "target"), load_draft(TOY / "draft").eval()
-    guess, right = block_guesses(draft, target), []
-    for prompt, text in zip(PROMPTS, texts, strict=True):
-        ids = torch.tensor([*prompt, *text])
-        right.append(matches(guess, ids, len(prompt), len(ids))[:NEW])
+    target, draft = load_target(TOY / "target"), load_draft(TOY / "draft", TOY / "target")
+    right = [
+        matches(draft, target, torch.tensor([*prompt, *text]), len(prompt))[:NEW]
+        for prompt, text in zip(PROMPTS, texts, strict=True)
+    ]
     return [text[:NEW] for text in texts], right
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -37,6 +38,8 @@ from forerun_train.hidden_states import FrozenTarget, load_frozen_target
 from forerun_train.masks import BlockPlaces, MaskShape, attend, blocks_after_context, make_mask
 from forerun_train.objectives import PositionWeights
 from forerun_train.trainer.distributed import whole_parameters
+from forerun_train.trainer.flops import flops_per_step
+from forerun_train.trainer.memory import estimate, shape_of
 from forerun_train.trainer.options import TrainOptions
 from forerun_train.trainer.validation import walk
 from tests.models.support import CPU, CPU_F32, Loop, family, save
@@ -372,6 +375,18 @@ def test_training_goes_on_from_an_exported_draft(target: FrozenTarget, tmp_path:
         build_draft(options_of("dflash", initial_draft=str(tmp_path / "dspark")), target, 0)
     with pytest.raises(ConfigError, match=r"initial_draft .* has no config.json"):
         build_draft(options_of("dflash", initial_draft=str(tmp_path)), target, 0)
+
+
+def test_weights_are_counted_whatever_form_they_are_kept_in(target: FrozenTarget) -> None:
+    """Linears of a CPU are packed when they are prepared, and the model keeps none as they were."""
+    stored = load_file(target.folder / "model.safetensors")
+    count = sum(weight.numel() for weight in stored.values())
+    assert sum(weight.numel() for weight in target.weights.values()) == count
+    options = options_of("dflash")
+    draft = build_draft(options, target, 0).model
+    assert estimate(shape_of(options, target, draft, 1), target, draft, 1).target > 4 * count
+    layers = sum(weight.numel() for name, weight in stored.items() if ".layers." in name)
+    assert flops_per_step(options, target, draft) > 2 * layers * 2 * 48
 
 
 @pytest.mark.parametrize("kind", ["dflash", "eagle3"])

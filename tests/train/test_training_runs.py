@@ -341,9 +341,10 @@ def test_a_loss_that_is_no_number_ends_the_run(tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 def test_a_run_of_some_time(tmp_path: Path) -> None:
     """The schedule is fitted to the time: the learning rate is at its end when that is over."""
-    given = {"max_steps": 10**6, "max_minutes": 0.05, "log_every": 5, "validate_every": 10**6}
+    given = {"max_steps": 10**6, "max_minutes": 0.05, "validate_every": 10**6}
     started = time.monotonic()
-    run(options(tmp_path, **given, save_every=10**6), word_problems)
+    rare = {"log_every": 10**6, "save_every": 10**6}  # it looks at the clock all the same
+    run(options(tmp_path, **given, **rare), word_problems)
     assert time.monotonic() - started < 60
     lines = [line for line in lines_of(tmp_path / "log.jsonl") if "loss" in line]
     assert 10 < lines[-1]["step"] < 10**5

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -32,10 +33,12 @@ from forerun.config.model_config import ModelConfig, load_model_config
 from forerun.core.errors import ConfigError
 from forerun.kvcache.layouts import DenseKV
 from forerun.kvcache.pools import ModelPools
+from forerun.layers.communication import WeightPlacement
 from forerun.llm.hub import with_local_paths
 from forerun.models.base import CausalLM
 from forerun.models.decoder import DecoderForCausalLM
 from forerun.models.loader import load_target
+from forerun.models.registry import model_class
 from forerun_train.batch import Batch, HiddenStates
 from forerun_train.masks import AttentionMask, MaskShape, attend, causal_in_documents, make_mask
 
@@ -87,10 +90,10 @@ class PackedAttention(AttentionBackend):
 class FrozenTarget:
     """A target that is not trained."""
 
-    def __init__(self, model: CausalLM, folder: Path) -> None:
+    def __init__(self, model: CausalLM, folder: Path, device: torch.device) -> None:
         self.model, self.folder = model, folder
         self.config: ModelConfig = model.config
-        self.head = _head_weight(model)  # [V, H]
+        self.head = _head_weight(model, device)  # [V, H]
         scales = model.scales if isinstance(model, DecoderForCausalLM) else None
         self._soft_cap = None if scales is None else scales.logit_softcap
         self._backend = PackedAttention()
@@ -103,6 +106,13 @@ class FrozenTarget:
     @property
     def device(self) -> torch.device:
         return self.head.device
+
+    @cached_property
+    def weights(self) -> Mapping[str, Tensor]:
+        """Its weights on the meta device, for their sizes: the model may have packed its own."""
+        place = WeightPlacement(self.dtype, torch.device("meta"))
+        model = model_class(self.config)(self.config, place, 1)
+        return {n: w for n, w in model.weights().items() if isinstance(w, Tensor)}
 
     @torch.no_grad()
     def hidden_states(self, batch: Batch, layer_ids: tuple[int, ...]) -> HiddenStates:
@@ -158,7 +168,7 @@ def load_frozen_target(
         raise ConfigError(f"seq_len {seq_len} is more than the target's context, {longest} tokens.")
     model = load_target(folder, dtype, device, max_positions=seq_len)
     _check(model, folder)
-    return FrozenTarget(model, folder)
+    return FrozenTarget(model, folder, device)
 
 
 def target_folder(path: str) -> Path:
@@ -188,19 +198,13 @@ def _check(model: CausalLM, folder: Path) -> None:
 
 
 @torch.no_grad()
-def _head_weight(model: CausalLM) -> Tensor:
+def _head_weight(model: CausalLM, device: torch.device) -> Tensor:
     """The LM head [V, H] as a plain matrix, whatever form it is kept in: its outputs for unit
     vectors, which are exact.
     """
-    size, device = model.config.hidden_size, model.embed(_first_id(model)).device
-    units = torch.eye(size, dtype=model.embed(_first_id(model)).dtype, device=device)
+    dtype = model.embed(torch.zeros(1, dtype=torch.int64, device=device)).dtype
+    units = torch.eye(model.config.hidden_size, dtype=dtype, device=device)
     logits = model.lm_head(units)
     if isinstance(model, DecoderForCausalLM):
         logits = logits / model.scales.logits
     return logits.t().contiguous()
-
-
-def _first_id(model: CausalLM) -> Tensor:
-    weights: Mapping[str, Any] = model.weights()
-    device = next((w.device for w in weights.values() if isinstance(w, Tensor)), None)
-    return torch.zeros(1, dtype=torch.int64, device=device)

@@ -17,9 +17,11 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shutil
 import time
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final
@@ -30,12 +32,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
-from forerun_train.toys.accept import accept_score, matches
-from forerun_train.toys.draft import DraftRun, block_guesses, train_draft
-from forerun_train.toys.draft_model import Draft, DraftShape, load_draft, save_draft
+from forerun.models.loader import load_target as load_served
+from forerun_train.batch import HiddenStates
+from forerun_train.drafts.build import build_draft
+from forerun_train.drafts.draft import Draft, right_drafts
+from forerun_train.hidden_states import FrozenTarget
 from forerun_train.toys.loop import Run, adamw, train
 from forerun_train.toys.mtp import BOS, EOS, VOCAB, text
-from forerun_train.toys.regen import Samples
+from forerun_train.toys.samples import Samples, batch_of, open_samples
+from forerun_train.trainer.distributed import joined_ranks
+from forerun_train.trainer.options import TrainOptions
+from forerun_train.trainer.run import DRAFT, Reader
+from forerun_train.trainer.run import train as train_draft
 
 MASK: Final = 258
 BLOCK: Final = 8
@@ -66,26 +74,10 @@ CONFIG: Final[dict[str, Any]] = {
     "eos_token_id": EOS,
     "tie_word_embeddings": False,
 }
-SHAPE: Final = DraftShape(
-    hidden_size=CONFIG["hidden_size"],
-    intermediate_size=160,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=64,
-    vocab_size=VOCAB,
-    max_position_embeddings=CONFIG["max_position_embeddings"],
-    num_target_layers=CONFIG["num_hidden_layers"],
-    block_size=BLOCK,
-    mask_token_id=MASK,
-    target_layer_ids=(0, 1, 2),
-)
+READ: Final = (0, 1, 2)
+"""Layers of the target that the draft reads."""
 PROMPT, RESPONSE = 96, 128
 """Tokens of a sample the draft learns from."""
-
-
-def eager(seed: int = 0, **settings: Any) -> dict[str, Any]:
-    """Settings of a run that ends after its steps, however slow the machine is."""
-    return {"seconds": math.inf, "compile": False, "seed": seed, **settings}
 
 
 # --- the target -----------------------------------------------------------------------------
@@ -108,13 +100,14 @@ def train_target(steps: int, log: Path, batch: int = 12, length: int = 192) -> Q
     def batch_of_text() -> tuple[Tensor]:
         return (torch.tensor(list(islice(source, batch * length))).view(batch, length),)
 
-    def loss_of(ids: Tensor) -> tuple[Tensor, Tensor]:
+    def loss_of(ids: Tensor) -> Tensor:
         logits = target(ids[:, :-1], use_cache=False).logits
-        return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()), ids.new_zeros(0)
+        return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
 
-    run = Run(**eager(max_steps=steps, lr=4e-3, final_lr=0.02))
+    # It ends after its steps, however slow the machine is.
+    run = Run(seconds=math.inf, compile=False, max_steps=steps, lr=4e-3, final_lr=0.02)
     optimizer = adamw(target.parameters(), run.lr, decay=0.01)
-    train(run, optimizer, batch_of_text, loss_of, name="target", log=log)
+    train(run, optimizer, batch_of_text, loss_of, log)
     target.eval()
     return target
 
@@ -135,6 +128,58 @@ def responses(target: Qwen3_5ForCausalLM, count: int, seed: int, batch: int = 12
     ids = torch.cat(kept).numpy().astype(np.uint16)
     ends = [np.full(len(ids), size, dtype=np.int32) for size in (PROMPT, ids.shape[1])]
     return Samples(ids, *ends)
+
+
+@torch.no_grad()
+def states_of(target: Qwen3_5ForCausalLM, ids: Tensor) -> HiddenStates:
+    """What the draft reads of sequences [B, T], by transformers: the trainer has no recurrent
+    layers. Its `hidden_states` have the output of layer l at l + 1, and the last ones normalized.
+    """
+    found = target.model(ids, output_hidden_states=True, use_cache=False).hidden_states
+    return HiddenStates(torch.cat([found[layer + 1] for layer in READ], -1), found[-1])
+
+
+def options_of(folder: Path, **given: Any) -> TrainOptions:
+    """The draft's run in `folder`, which has the target."""
+    fixed = {
+        "kind": "dflash", "target": str(folder / "target"), "data": "-", "device": "cpu",
+        "output": str(folder / "run"), "num_layers": 2, "block_size": BLOCK,
+        "intermediate_size": 160, "target_layer_ids": READ, "mask_token_id": MASK, "decay": 7.0,
+        "seq_len": PROMPT + RESPONSE, "batch_size": 16, "anchors": 12, "learning_rate": 3e-3,
+        "final_learning_rate": 0.01, "save_every": 10**6, "validation_batches": 1, "view": False,
+    }  # fmt: skip
+    return TrainOptions.of(None, fixed | given)
+
+
+def served_target(folder: Path) -> FrozenTarget:
+    """The target in the engine, for its embedding and its LM head."""
+    device = torch.device("cpu")
+    return FrozenTarget(load_served(folder, torch.float32, device), folder, device)
+
+
+def train_on(target: Qwen3_5ForCausalLM, samples: Samples, options: TrainOptions) -> None:
+    """Trains the draft as `forerun train` does, and exports it to the run's folder."""
+    open_data = open_samples([samples], [options.batch_size], partial(states_of, target))
+    with joined_ranks(options.device, options.batch_size) as ranks:
+        data = open_data(options, Reader(None, VOCAB, ranks))
+        train_draft(options, ranks, served_target(Path(options.target)), data, MASK)
+
+
+def load_draft(folder: Path, target: Path) -> Draft:
+    """An exported draft, as it was in training."""
+    options = options_of(target.parent, initial_draft=str(folder))
+    return build_draft(options, served_target(target), MASK).model.eval()
+
+
+@torch.no_grad()
+def matches(draft: Draft, target: Qwen3_5ForCausalLM, ids: Tensor, prompt: int) -> list[int]:
+    """How many drafts of a full block are right after each token of ids [T] from `prompt` on."""
+    batch = batch_of(ids[None], torch.tensor([0]), torch.tensor([len(ids)]))
+    places = torch.arange(prompt, len(ids))[None]
+    chosen = torch.ones_like(places, dtype=torch.bool)
+    right = right_drafts(draft, batch, states_of(target, batch.input_ids), places, chosen)
+    found: list[int] = right.long().cumprod(2).sum(2)[0].tolist()
+    return found
 
 
 def save_target(target: Qwen3_5ForCausalLM, folder: Path) -> None:
@@ -167,7 +212,7 @@ def golden(target: Qwen3_5ForCausalLM, draft: Draft, prompt: list[int], count: i
     ids = list(prompt)
     while len(ids) < len(prompt) + count + BLOCK:  # a block may reach further
         ids.append(int(target(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
-    right = matches(block_guesses(draft, target), torch.tensor(ids), len(prompt), len(ids))
+    right = matches(draft, target, torch.tensor(ids), len(prompt))
     return {"prompt": prompt, "output": ids[len(prompt) :][:count], "matches": right[:count]}
 
 
@@ -186,15 +231,10 @@ def main() -> None:
     target = load_target(folder / "target")
     samples = responses(target, args.samples, seed=1)
     print(f"{time.perf_counter() - began:.0f} s: target and its texts", flush=True)
-    torch.manual_seed(0)
-    draft = Draft(SHAPE)
-    run = DraftRun(**eager(max_steps=args.draft_steps, lr=3e-3, batch=(16,), anchors=12))
-    train_draft(draft, target, [samples], run, folder / "draft.log", lambda: None)
-    save_draft(draft, folder / "draft")
-    draft = load_draft(folder / "draft").eval()
-    unseen = responses(target, 128, HELD_OUT)
-    score = accept_score(block_guesses(draft, target), BLOCK - 1, unseen, torch.device("cpu"))
-    print(f"{time.perf_counter() - began:.0f} s: accept length {score.accept_length:.2f}")
+    train_on(target, samples, options_of(folder, max_steps=args.draft_steps))
+    shutil.copytree(folder / "run" / DRAFT, folder / DRAFT, dirs_exist_ok=True)
+    print(f"{time.perf_counter() - began:.0f} s: the draft", flush=True)
+    draft = load_draft(folder / DRAFT, folder / "target")
     lines = ",\n".join(json.dumps(golden(target, draft, prompt, 64)) for prompt in prompts())
     (folder / "cases.json").write_text(f"[\n{lines}\n]\n")
 

@@ -1,4 +1,4 @@
-"""The training loop of target and drafts: a time or step budget, cosine decay, clipping, log."""
+"""The training loop of targets: a time or step budget, cosine decay, clipping, a log."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ class Run:
     """Final learning rate as a fraction of ``lr``."""
     warmup: float = 0.04
     """Fraction of the run with warm-up."""
-    save_every: int = 1500
     compile: bool = True
     seed: int = 0
 
@@ -44,17 +43,10 @@ def train(
     run: Run,
     optimizer: torch.optim.Optimizer,
     batch: Callable[[], tuple[Tensor, ...]],
-    loss_of: Callable[..., tuple[Tensor, Tensor]],
-    *,
-    name: str,
+    loss_of: Callable[..., Tensor],
     log: Path,
-    save: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """Trains in place, with a ``save`` every ``save_every`` steps.
-
-    ``loss_of(*batch())`` gives the loss and what else the log shows, a vector: the mean accept
-    length of every pool where a draft is trained.
-    """
+    """Trains in place; the loss is ``loss_of(*batch())``."""
     step_loss = torch.compile(loss_of) if run.compile else loss_of
     weights = [p for group in optimizer.param_groups for p in group["params"]]
     started, step = 0.0, 0
@@ -70,23 +62,20 @@ def train(
             rate = run.rate(done)
             for group in optimizer.param_groups:
                 group["lr"] = rate
-            loss, more = step_loss(*batch())
+            loss = step_loss(*batch())
             loss.backward()
             nn.utils.clip_grad_norm_(weights, 1.0)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            shown.append(torch.cat([loss.detach()[None], more]))
+            shown.append(loss.detach())
             step += 1
             if step % LOG_EVERY == 0 or step == 20:
-                loss_mean, *accept = [round(x, 4) for x in torch.stack(shown).mean(0).tolist()]
+                mean = round(torch.stack(shown).mean().item(), 4)
                 shown.clear()
-                line = {"step": step, "seconds": round(spent, 1), "lr": rate, "loss": loss_mean}
-                line |= {"accept": accept} if accept else {}
+                line = {"step": step, "seconds": round(spent, 1), "lr": rate, "loss": mean}
                 lines.write(json.dumps(line) + "\n")
                 lines.flush()
-                print(name, line, flush=True)
-            if step % run.save_every == 0:
-                save()
+                print(line, flush=True)
 
 
 def adamw(weights: Iterable[nn.Parameter], lr: float, decay: float = 0.0) -> torch.optim.AdamW:

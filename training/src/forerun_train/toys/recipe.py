@@ -13,6 +13,7 @@ import json
 import os
 import random
 import re
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -73,6 +74,8 @@ def main(argv: list[str] | None = None) -> None:
         if not args.again and (s.out / result).exists():
             print(f"{stage}: {result} is there, skipped")
             continue
+        if args.again:
+            shutil.rmtree(s.out / "runs" / stage, ignore_errors=True)
         started = time.perf_counter()
         facts = run(s) or {}
         facts["wall_seconds"] = round(time.perf_counter() - started, 1)
@@ -237,101 +240,116 @@ def regen_stage(s: Settings) -> dict[str, Any]:
 
 
 def draft_stage(s: Settings) -> dict[str, Any]:
-    import torch
-
-    from forerun_train.toys.draft import DraftRun, train_draft
-    from forerun_train.toys.draft_model import Draft, DraftShape, load_draft, save_draft
-    from forerun_train.toys.regen import Samples
-    from forerun_train.toys.target import load_target
     from forerun_train.toys.tokenizer import MASK, load_tokenizer, special_ids
 
-    torch.manual_seed(1)
-    target = load_target(s.target, s.device, torch.float32)
-    layers = target.config.num_hidden_layers
-    shape = DraftShape(
-        num_hidden_layers=s.draft_layers,
-        num_target_layers=layers,
-        mask_token_id=special_ids(load_tokenizer(s.target))[MASK],
-        target_layer_ids=(1, 3, 6, 8, 10) if layers == 12 else (0, layers - 2),
+    layers = _layers_of(s.target)
+    return _train(
+        s,
+        s.draft,
+        {
+            "kind": "dflash",
+            "num_layers": s.draft_layers,
+            "block_size": 16,
+            "intermediate_size": 640,
+            "target_layer_ids": (1, 3, 6, 8, 10) if layers == 12 else (0, layers - 2),
+            "mask_token_id": special_ids(load_tokenizer(s.target))[MASK],
+            "anchors": 4 if s.tiny else 16,
+            "learning_rate": s.draft_lr,
+            "decay": 7.0,
+            "dpace": s.dpace,
+            "max_minutes": s.draft_seconds / 60,
+        },
+        (4, 4) if s.tiny else (40, 152),
     )
-    warm = s.warm and (s.draft / "model.safetensors").exists()
-    draft = load_draft(s.draft, s.device) if warm else Draft(shape).to(s.device)
-    if not warm:
-        # The LM head is the target's, so start from its final norm.
-        with torch.no_grad():
-            draft.norm.weight.copy_(target.model.norm.weight)
-    run = DraftRun(
-        seconds=s.draft_seconds, lr=s.draft_lr, dpace=s.dpace, compile=s.device == "cuda"
-    )
-    if s.tiny:
-        run = DraftRun(seconds=s.draft_seconds, batch=(4, 4), anchors=4, compile=False)
-    samples = [Samples.load(s.data / f"{name}_samples.npz") for name in ("chat", "python")]
-    facts = train_draft(
-        draft,
-        target,
-        samples,
-        run,
-        s.out / "draft_log.jsonl",
-        save=lambda: save_draft(draft, s.draft),
-    )
-    save_draft(draft, s.draft)
-    parameters = sum(p.numel() for p in draft.parameters())
-    return {**facts, "parameters": parameters, "run": vars(run), "shape": vars(draft.shape)}
 
 
 def eagle3_stage(s: Settings) -> dict[str, Any]:
-    import torch
+    layers = _layers_of(s.target)
+    return _train(
+        s,
+        s.eagle3,
+        {
+            "kind": "eagle3",
+            "block_size": s.eagle_steps + 1,
+            "draft_vocab_size": s.eagle_vocab,
+            "target_layer_ids": (2, 6, 10) if layers == 12 else (0, 1, layers - 1),
+            "anchors": 4 if s.tiny else 32,
+            "learning_rate": s.eagle_lr,
+            "max_minutes": s.eagle_seconds / 60,
+        },
+        (4, 4) if s.tiny else (40, 120),
+    )
 
-    from forerun_train.toys.eagle import EagleRun, frequent_tokens, start_from_target, train_eagle
-    from forerun_train.toys.eagle_model import Eagle, EagleShape, load_eagle, save_eagle
-    from forerun_train.toys.regen import Samples
-    from forerun_train.toys.target import load_target
 
-    torch.manual_seed(2)
-    target = load_target(s.target, s.device, torch.float32)
-    layers = target.config.num_hidden_layers
-    samples = [Samples.load(s.data / f"{name}_samples.npz") for name in ("chat", "python")]
-    shape = EagleShape(
-        draft_vocab_size=s.eagle_vocab,
-        target_layer_ids=(2, 6, 10) if layers == 12 else (0, 1, layers - 1),
-    )
-    if s.warm and (s.eagle3 / "model.safetensors").exists():
-        draft = load_eagle(s.eagle3, s.device)
-    else:
-        ids = frequent_tokens(samples, shape.vocab_size, shape.draft_vocab_size)
-        draft = Eagle(shape, ids).to(s.device)
-        start_from_target(draft, target)
-    run = EagleRun(
-        seconds=s.eagle_seconds, lr=s.eagle_lr, steps=s.eagle_steps, compile=s.device == "cuda"
-    )
-    if s.tiny:
-        run = EagleRun(
-            seconds=s.eagle_seconds, steps=s.eagle_steps, batch=(4, 4), anchors=4, compile=False
-        )
-    facts = train_eagle(
-        draft,
-        target,
-        samples,
-        run,
-        s.out / "eagle3_log.jsonl",
-        save=lambda: save_eagle(draft, s.eagle3, run.steps),
-    )
-    save_eagle(draft, s.eagle3, run.steps)
-    parameters = sum(p.numel() for p in draft.parameters())
-    return {**facts, "parameters": parameters, "run": vars(run), "shape": vars(draft.shape)}
+def _layers_of(target: Path) -> int:
+    return int(json.loads((target / "config.json").read_text())["num_hidden_layers"])
+
+
+def _train(
+    s: Settings, folder: Path, given: dict[str, Any], counts: tuple[int, int]
+) -> dict[str, Any]:
+    """Trains a draft as `forerun train` does, on the target's responses; `counts`: word problems
+    and Python in a batch. A run that was ended goes on.
+    """
+    from forerun_train.toys.samples import Samples, open_samples
+    from forerun_train.trainer.options import TrainOptions
+    from forerun_train.trainer.run import run
+    from forerun_train.trainer.view import LOG, lines_of
+
+    pools = [Samples.load(s.data / f"{name}_samples.npz") for name in ("chat", "python")]
+    output = s.out / "runs" / folder.name
+    fixed = {
+        "target": str(s.target),
+        "data": str(s.data),
+        "output": str(output),
+        "resume": True,
+        "seq_len": max(pool.ids.shape[1] for pool in pools),
+        "batch_size": sum(counts),
+        "max_steps": 200_000,
+        "final_learning_rate": 0.01,
+        "validate_every": 1500,
+        "save_every": 1500,
+        "log_every": 250,
+        "device": s.device,
+        "view": False,
+    }
+    if s.warm and (folder / "model.safetensors").exists():
+        fixed["initial_draft"] = str(folder)
+    options = TrainOptions.of(None, fixed | given)
+    shutil.copytree(run(options, open_samples(pools, counts)), folder, dirs_exist_ok=True)
+    lines = lines_of(output / LOG)
+    scored = [line for line in lines if "accept_length" in line]
+    return {"steps": lines[-1]["step"], "last": scored[-1], "run": options.settings()}
 
 
 def eval_stage(s: Settings) -> dict[str, Any]:
-    from forerun_train.toys.scores import score_pair
+    """Accuracy and accept lengths of both drafts: `forerun eval` on the held-out prompts."""
+    from forerun import LLM, SamplingParams
+    from forerun.evals.prompts import chat_encoder, encoder, need, python_prompts, word_prompts
+    from forerun.evals.scoring import evaluate
+    from forerun_train.evaluate import algorithm_of
 
-    sizes = (
-        {"problems": 3, "accept_problems": 2, "code_prompts": 2, "code_tokens": 12}
-        if s.tiny
-        else {}
-    )
-    facts = score_pair(s.target, s.draft, s.eagle3, s.device, eagle_steps=s.eagle_steps, **sizes)
-    (s.out / "scores.json").write_text(json.dumps(facts, indent=1) + "\n")
-    return facts
+    facts: dict[str, Any] = {}
+    for folder in (s.draft, s.eagle3):
+        settings: dict[str, Any] = {
+            "speculative_algorithm": algorithm_of(folder),
+            "speculative_draft_model_path": str(folder),
+            "speculative_adaptive": False,
+            "device": s.device,
+        }
+        with LLM(str(s.target), **settings) as llm:
+            tokenizer = need(llm.tokenizer)
+            asked = (
+                (word_prompts(chat_encoder(tokenizer), 3 if s.tiny else 200), 256),
+                (python_prompts(encoder(tokenizer), 2 if s.tiny else 60), 128),
+            )
+            facts[folder.name] = [
+                evaluate(llm, prompts, SamplingParams(temperature=0, max_new_tokens=new))[0]
+                for prompts, new in asked
+            ]
+    found = {name: [each.as_dict() for each in results] for name, results in facts.items()}
+    (s.out / "scores.json").write_text(json.dumps(found, indent=1) + "\n")
+    return found
 
 
 _STAGES: dict[str, tuple[Callable[[Settings], dict[str, Any] | None], str]] = {

@@ -6,39 +6,14 @@ import math
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from transformers import Qwen3ForCausalLM
 
 from forerun_train.toys.generate import batches, causal_layers, greedy, head
+from forerun_train.toys.samples import Samples
 from forerun_train.toys.tokens import TokenStream
-
-
-@dataclass(frozen=True)
-class Samples:
-    """``ids`` [n, length] uint16, padded; ``prompt`` and ``end`` [n].
-
-    The response is ``ids[prompt:end]``.
-    """
-
-    ids: npt.NDArray[np.uint16]
-    prompt: npt.NDArray[np.int32]
-    end: npt.NDArray[np.int32]
-
-    def save(self, path: Path) -> None:
-        np.savez(path, ids=self.ids, prompt=self.prompt, end=self.end)
-
-    @staticmethod
-    def load(path: Path) -> Samples:
-        with np.load(path) as data:
-            return Samples(data["ids"], data["prompt"], data["end"])
-
-    def __len__(self) -> int:
-        return len(self.end)
 
 
 def regenerate(
@@ -136,5 +111,4 @@ def joined(parts: Sequence[Samples], keep: int) -> Samples:
     ids = np.concatenate([p.ids for p in parts])
     prompt = np.concatenate([p.prompt for p in parts])
     end = np.concatenate([p.end for p in parts])
-    chosen = np.flatnonzero(end - prompt >= keep)
-    return Samples(ids[chosen], prompt[chosen], end[chosen])
+    return Samples(ids, prompt, end).take(np.flatnonzero(end - prompt >= keep))

@@ -107,7 +107,7 @@ def train_target(
     """Trains in place."""
     device = next(model.parameters()).device.type
 
-    def loss_of(rows: Tensor) -> tuple[Tensor, Tensor]:
+    def loss_of(rows: Tensor) -> Tensor:
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
             *_, x = causal_layers(model, rows[:, :-1])
             logits = head(model, x)
@@ -115,11 +115,11 @@ def train_target(
             logits.float().flatten(0, 1), rows[:, 1:].flatten(), reduction="none"
         )
         weights = label_weights(rows, im_start, assistant).flatten()
-        return (losses * weights).sum() / weights.sum(), losses.new_empty(0)
+        return (losses * weights).sum() / weights.sum()
 
     model.train()
     optimizer = adamw(model.parameters(), run.lr, run.weight_decay)
-    facts = train(run, optimizer, lambda: (sampler.next(),), loss_of, name="target", log=log)
+    facts = train(run, optimizer, lambda: (sampler.next(),), loss_of, log)
     return facts | {"tokens": facts["steps"] * run.batch * run.length}
 
 

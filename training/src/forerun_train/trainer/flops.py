@@ -29,7 +29,7 @@ def flops_per_step(options: TrainOptions, target: FrozenTarget, draft: Draft) ->
     tokens = options.batch_size * options.seq_len
     blocks = options.batch_size * options.anchors
     model = target.config
-    layers = sum(w.numel() for n, w in target.model.weights().items() if ".layers." in n)
+    layers = sum(w.numel() for n, w in target.weights.items() if ".layers." in n)
     attention = 2 * model.num_layers * model.num_heads * model.head_dim * options.seq_len
     total = 2.0 * tokens * (layers + attention / 2)
     total += _body(draft, tokens, blocks * options.block_size)

@@ -190,6 +190,10 @@ class Window:
     steps: list[StepSums] = field(default_factory=list)
     waited: float = 0.0  # seconds, for batches
 
+    def wait(self) -> None:
+        """Waits until the device has done the last step."""
+        self.steps[-1].loss.item()
+
     def read(self) -> dict[str, Any]:
         """Means since the last line; waits for the device, and starts anew."""
         losses = torch.stack([each.loss for each in self.steps])

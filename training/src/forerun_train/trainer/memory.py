@@ -82,7 +82,7 @@ def _gib(size: int) -> str:
 
 def estimate(shape: Shape, target: FrozenTarget, draft: Draft, ranks: int) -> MemoryEstimate:
     """What a run of this shape needs on each of `ranks` devices."""
-    weights = sum(w.numel() * w.element_size() for w in target.model.weights().values())
+    weights = sum(w.numel() * w.element_size() for w in target.weights.values())
     head = target.head.numel() * target.head.element_size()
     parameters = sum(p.numel() for p in draft.parameters())
     chunk = CHUNK_LOGITS.get(target.device.type, CHUNK_LOGITS["cpu"])

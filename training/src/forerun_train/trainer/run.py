@@ -211,6 +211,7 @@ class Job:
     contents: dict[str, str]  # fingerprints of what a resumed run must find again
     best: float = -1.0  # accept length
     progress: Progress = field(init=False)
+    _next_fit: int = 0  # the step after which the schedule is fitted to the time again
 
     def __post_init__(self) -> None:
         minutes = self.options.max_minutes
@@ -275,6 +276,9 @@ class Job:
                 line = self._checked(window.read())
                 self._fit(clock)
                 self._log.write(self._log_line(line))
+            elif progress.step == self._next_fit:
+                window.wait()
+                self._fit(clock)
             if warm and not clock.earlier:
                 self._compile_validation()  # compiling is not training
                 clock = Clock()
@@ -308,10 +312,14 @@ class Job:
 
     def _fit(self, clock: Clock) -> None:
         """Fits the schedule to the time that is left, at the pace so far."""
-        steps = self.progress.step - WARM_STEPS
+        progress, every = self.progress, 1
+        steps = progress.step - WARM_STEPS
         if steps > 0:
             elapsed = self.ranks.of_first(clock.seconds)
-            self.progress.fit(elapsed, elapsed / steps)
+            progress.fit(elapsed, elapsed / steps)
+            every = max(1, int(FIT_SHARE * (progress.max_seconds or 0) * steps / elapsed))
+        if progress.max_seconds is not None:
+            self._next_fit = progress.step + every
 
     def _compile_validation(self) -> None:
         """Runs one batch of validation data, where that compiles what it needs."""
@@ -387,3 +395,4 @@ class Job:
 
 
 WARM_STEPS = 3  # what is compiled is compiled in these
+FIT_SHARE = 0.02  # of a run's time, after which its schedule is fitted again
