@@ -27,6 +27,7 @@ from forerun.executor.step.grammar_masks import DraftCopy
 from forerun.grammar import state as state_module
 from forerun.grammar.state import GrammarState
 from forerun.llm.bundled import bundled
+from forerun.scheduler.adaptive_width import WidthChoice
 from forerun.speculative.registry import all_options
 from tests.engine.test_logits import SplitSteps
 from tests.engine_runs import run_together
@@ -213,7 +214,7 @@ def test_widths_and_deferred_observes() -> None:
     """The width changes from step to step, and plain steps are observed later."""
     with bundled_llm("DFLASH", speculative_adaptive=True) as llm:
         widths = itertools.cycle(llm.engine.info.verify_widths)
-        llm.engine.scheduler.widths.choose = lambda _: next(widths)  # type: ignore[method-assign]
+        llm.engine.scheduler.widths.choose = lambda _: WidthChoice(next(widths))  # type: ignore[method-assign]
         assert run(llm) == reference()
 
 

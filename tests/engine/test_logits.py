@@ -23,6 +23,7 @@ from forerun.executor.step import token_sampler
 from forerun.executor.step.device_step import DeviceStep
 from forerun.executor.step.inputs import DecodeOutput, PrefillTokens
 from forerun.kernels.cpu import library
+from forerun.scheduler.adaptive_width import WidthChoice
 from tests.engine_runs import run_together
 from tests.golden_engine import CASES, GOLDEN, golden_llm
 from tests.stand_in_graphs import StandInRecorder
@@ -155,7 +156,7 @@ def test_widths_and_deferred_observes(name: str) -> None:
     """The width changes from step to step, and plain steps are observed later."""
     with golden_llm(name, speculative_adaptive=True) as llm:
         widths = itertools.cycle(llm.engine.info.verify_widths)
-        llm.engine.scheduler.widths.choose = lambda _: next(widths)  # type: ignore[method-assign]
+        llm.engine.scheduler.widths.choose = lambda _: WidthChoice(next(widths))  # type: ignore[method-assign]
         compare(run(llm), reference())
 
 
@@ -209,7 +210,7 @@ def test_steps_in_two_captured_parts(
         executor.steps = steps = SplitSteps(executor.step, llm.engine.info.verify_widths)
         if adaptive:
             widths = itertools.cycle(llm.engine.info.verify_widths)
-            llm.engine.scheduler.widths.choose = lambda _: next(widths)  # type: ignore[method-assign]
+            llm.engine.scheduler.widths.choose = lambda _: WidthChoice(next(widths))  # type: ignore[method-assign]
         for _ in ("captured", "replayed"):
             compare(run(llm, which=range(3)), reference()[:3])  # filled up with padding
         compare(run(llm, which=range(5, 6)), reference()[5:])
@@ -393,7 +394,7 @@ def test_answers_on_a_gpu(
     with make(algorithm, overlap_depth=overlap_depth, **switches, **GPU) as llm:
         if adaptive:
             widths = itertools.cycle(llm.engine.info.verify_widths)
-            llm.engine.scheduler.widths.choose = lambda _: next(widths)  # type: ignore[method-assign]
+            llm.engine.scheduler.widths.choose = lambda _: WidthChoice(next(widths))  # type: ignore[method-assign]
         for _ in ("captured", "replayed"):
             got = run(llm)
             compare(got, reference("cuda"), on_gpu=True)
