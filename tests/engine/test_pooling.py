@@ -170,7 +170,7 @@ def test_families(kind: str, tmp_path: Path) -> None:
     folder = save(random_hf(made), tmp_path / "model")
     prompts = [[(5 * i * i + 3 * i + 7) % 90 + 3 for i in range(n)] for n in (45, 17)]
     want = [of_transformers(folder, prompt) for prompt in prompts]
-    common = {"dtype": "float32", "skip_tokenizer_init": True, "device": "cpu"}
+    common: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True, "device": "cpu"}
     with LLM(folder, chunked_prefill_size=16, max_running_requests=8, **common) as llm:
         for _ in range(2):
             asked = [pooled(llm.engine, prompt, each) for prompt in prompts for each in POOLINGS]
@@ -186,7 +186,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     of, changes = FAMILIES["qwen3"]
     folder = save(random_hf(of(**{**_COMMON, **changes})), tmp_path / "model")
     prompts = [list(range(3, 48)), [7, 9]]
-    common = {"dtype": "float32", "skip_tokenizer_init": True, "device": "cpu"}
+    common: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True, "device": "cpu"}
     with LLM(folder, tp_size=2, chunked_prefill_size=16, **common) as llm:
         for pooling in POOLINGS:
             params = {"pooling_type": pooling, "normalize": False}

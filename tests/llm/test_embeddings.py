@@ -15,6 +15,7 @@ from forerun import LLM, PoolingParams
 from forerun.core.errors import RequestError
 from tests.embedding_models import (
     EOS,
+    INSTRUCT,
     embedding_folder,
     embeddings,
     reranker_folder,
@@ -176,6 +177,20 @@ def test_a_long_document_is_shortened_within_its_prompt(reranker: LLM) -> None:
     assert reranker.score(query, short) == reranker.score(query, short, truncate_prompt_tokens=200)
     with pytest.raises(RequestError, match="truncate_prompt_tokens 20 leaves no room"):
         reranker.score(query, long, truncate_prompt_tokens=20)
+
+
+def test_a_prompt_that_the_client_has_formatted(reranker: LLM) -> None:
+    """As vLLM's examples for Qwen3-Reranker do it: nothing is added."""
+    query = (
+        "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query"
+        ' and the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
+        f"<|im_start|>user\n<Instruct>: {INSTRUCT}\n<Query>: Which function adds?\n"
+    )
+    suffix = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    documents = [f"<Document>: {text}{suffix}" for text in TEXTS]
+    assert reranker.score(query, documents) == reranker.score("Which function adds?", TEXTS)
+    with pytest.raises(RequestError, match="over truncate_prompt_tokens 50; shorten"):
+        reranker.score(query, documents, truncate_prompt_tokens=50)
 
 
 def test_a_template_that_is_not_chatml(reranker: LLM) -> None:

@@ -56,6 +56,14 @@ def test_what_cannot_be_made_is_a_problem_until_the_user_chooses(tmp_path: Path)
     assert "by nothing" in str(embedding_layout(tmp_path, tmp_path).problem)
 
 
+def test_a_reranker_of_sentence_transformers_is_no_embedding_model(tmp_path: Path) -> None:
+    kinds = ("Transformer", "LogitScore")
+    modules = [{"type": f"sentence_transformers.cross_encoder.modules.{each}"} for each in kinds]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    layout = embedding_layout(tmp_path, tmp_path)
+    assert not layout.is_embedding and "a module 'LogitScore'" in str(layout.problem)
+
+
 @pytest.mark.parametrize("text", ["{", "{}", "[1]", '[{"path": "x"}]', '[{"type": 1}]'])
 def test_broken_files_are_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "modules.json").write_text(text)

@@ -167,6 +167,12 @@ def test_the_parameter_is_named(server: LiveServer, path: str, body: Any, param:
     assert response.json()["error"]["param"] == param
 
 
+def test_an_id_that_is_no_text_is_refused(server: LiveServer) -> None:
+    for name in ("conversation", "previous_response_id"):
+        body = b'{"input": "x", "' + name.encode() + b'": "\\ud800"}'
+        assert "lone surrogate" in refused(server.http.post(RESPONSES, content=body, headers=JSON))
+
+
 def test_a_rid_that_is_no_text_is_refused(server: LiveServer) -> None:
     body = b'{"text": "x", "rid": "\\ud800"}'
     assert "printable" in refused(server.http.post(GENERATE, content=body, headers=JSON))

@@ -127,6 +127,7 @@ def test_an_embedding_model(tmp_path: Path) -> None:
         assert "no LM head" in refused(live.http.post(SCORE, json=labels))
         info = live.http.get("/get_server_info").json()
         assert info["explain"]["embeddings"] == "last, normalized (sentence-transformers)"
+        assert info["explain"]["scores"] == "cosine of embeddings"
 
 
 def test_a_client_that_leaves_takes_its_inputs_along(server: LiveServer) -> None:
@@ -170,6 +171,8 @@ def test_rerank(ranking: LiveServer, reranker: Path) -> None:
         assert answer["usage"]["total_tokens"] == answer["usage"]["prompt_tokens"] > 0
     few = post(ranking, RERANK, query=QUERY, documents=TEXTS, top_n=2, return_documents=False)
     assert few["results"] == [{k: r[k] for k in ("index", "relevance_score")} for r in results[:2]]
+    info = ranking.http.get("/get_server_info").json()
+    assert info["explain"]["scores"] == "probability of yes against no"
     every = post(ranking, RERANK, query=QUERY, documents=TEXTS, top_n=0)
     assert len(every["results"]) == 4
     (other,) = yes_probabilities(reranker, QUERY, TEXTS[:1], "Find code")

@@ -373,6 +373,7 @@ USE: Any = {"type": "tool_use", "id": "toolu_1", "name": "now", "input": {}}
 RESULT: Any = {"type": "tool_result", "tool_use_id": "toolu_1"}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages is empty"),
+    ({"messages": [{"role": "user", "content": []}]}, "a user's message is empty"),
     ({"messages": [{"role": "user", "content": [IMAGE]}]}, "type 'image' are not supported"),
     (
         {"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]},

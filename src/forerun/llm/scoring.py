@@ -168,6 +168,8 @@ class YesNoScorer:
     def _prompt(self, pair: Pair, at_most: int | None, instruct: str) -> ScorePrompt:
         if not (pair.query and pair.document):
             raise RequestError("A query or document is an empty text; give at least one character.")
+        if self._is_chatml and pair.query.startswith(_CHATML_TOKENS[0]):
+            return self._formatted(pair, at_most)
         ids = self._ids(pair, instruct)
         surplus = 0 if at_most is None else len(ids) - at_most
         document = self._encode(pair.document) if surplus > 0 else []
@@ -181,6 +183,16 @@ class YesNoScorer:
             kept = self._tokenizer.decode(document[: len(document) - surplus])
             ids = self._ids(Pair(pair.query, kept), instruct)
             surplus += max(len(ids) - at_most, 0)
+        return ScorePrompt(ids, ONE_TOKEN, self._asked)
+
+    def _formatted(self, pair: Pair, at_most: int | None) -> ScorePrompt:
+        """The prompt that a client has written in two parts, as vLLM's examples do."""
+        ids = self._encode(pair.query + pair.document)
+        if at_most is not None and len(ids) > at_most:
+            raise RequestError(
+                f"The prompt, as the client formatted it, has {len(ids)} tokens, over"
+                f" truncate_prompt_tokens {at_most}; shorten the document in it."
+            )
         return ScorePrompt(ids, ONE_TOKEN, self._asked)
 
     def _ids(self, pair: Pair, instruct: str) -> list[int]:

@@ -28,7 +28,7 @@ class EmbeddingLayout:
 
     pooling: Pooling = "last"
     normalize: bool = True  # to length 1
-    is_embedding: bool = False  # the folder has files of sentence-transformers
+    is_embedding: bool = False  # the folder says how hidden states are pooled
     adds_eos: bool = False  # texts end with EOS, whether or not the tokenizer adds it
     problem: str | None = None  # why its embeddings cannot be made as it says
 
@@ -71,7 +71,8 @@ def embedding_layout(folder: Path, tokenizer: Path) -> EmbeddingLayout:
         problem = f"{pooling} asks for pooling by {' and '.join(modes) or 'nothing'}"
     normalizes = not modules or any(each.kind == "Normalize" for each in modules)
     mode = _MODES.get(modes[0], "last") if modes else "last"
-    return EmbeddingLayout(mode, normalizes, True, adds_eos, problem)
+    pools = pooling.is_file() or any(each.kind == "Pooling" for each in modules)
+    return EmbeddingLayout(mode, normalizes, pools, adds_eos, problem)
 
 
 _KINDS = ("Transformer", "Pooling", "Normalize")

@@ -72,8 +72,16 @@ class Service:
             **self.engine.info.explain,
             "replicas": replicas,
             "embeddings": self.embedder.explain,
+            "scores": self._scores,
             **dict(self.format.explain),
         }
+
+    @property
+    def _scores(self) -> str:
+        try:
+            return self.scorer.explain
+        except RequestError as error:
+            return f"none: {error}"
 
     @cached_property
     def embedder(self) -> Embedder:

@@ -63,6 +63,8 @@ def _turns(messages: Sequence[Mapping[str, Any]]) -> list[Turn]:
                 f"A message needs content and the role {known}, got {shown(message)}."
             )
         blocks = _blocks(message["content"])
+        if not blocks and role == "user":
+            raise RequestError("The content of a user's message is empty; give at least one block.")
         if turns and turns[-1][0] == role:
             turns[-1][1].extend(blocks)
         else:

@@ -117,6 +117,8 @@ class ResponseStore:
             return await asyncio.get_running_loop().run_in_executor(self._thread, operation)
         except sqlite3.Error as error:
             raise ApiError(503, f"The store of responses failed: {first_line(error)}.") from None
+        except UnicodeEncodeError:
+            raise ApiError(400, "An id has a lone surrogate, which is not a character.") from None
 
     # --- in the thread --------------------------------------------------------------------------
 
