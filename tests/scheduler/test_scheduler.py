@@ -69,6 +69,7 @@ class Device:
     ) -> None:
         """`windowed`: which of "target" and "draft" keep their K/V in window pages."""
         self.limits, self.rng, self.windowed = limits, rng, windowed
+        self.clock: random.Random | None = None  # of the times of steps; None: they are not known
         self.until_failure: int | None = None  # parts of the next launch; None: it succeeds
         self.kv: dict[tuple[int, int], int] = {}
         self.draft_kv: dict[tuple[int, int], int] = {}
@@ -131,7 +132,14 @@ class Device:
         return StepResult(
             [self._decode(r.slot, r.kv_len_ub, width) for r in plan.decode],
             [self._prefill(c.slot, c.start, c.end, c.last) for c in plan.prefill],
+            self._seconds(plan),
         )
+
+    def _seconds(self, plan: StepPlan) -> float:
+        if self.clock is None:
+            return 0.0
+        seconds = 0.1 * bool(plan.decode) + 0.01 * plan.num_prefill_tokens
+        return seconds * self.clock.choice([1.0, 1.0, 1.1, 5.0])
 
     def _decode(self, slot: int, bound: int, width: int) -> list[int]:
         self._part()
@@ -293,6 +301,7 @@ def _holding(scheduler: Scheduler) -> set[Request]:
     window=st.none() | WINDOWS,
     lpm=st.booleans(),
     priorities=st.sampled_from([1, 3]),
+    gaps=st.sampled_from([(0.0, 0.0), (0.5, 0.0), (0.5, 1.0), (0.5, 1e9), (0.0, 1e9)]),
 )
 def test_output_equals_plain_decoding(
     seed: int,
@@ -308,14 +317,16 @@ def test_output_equals_plain_decoding(
     window: Window | None,
     lpm: bool,
     priorities: int,
+    gaps: tuple[float, float],
 ) -> None:
     rng = random.Random(seed)
     largest = -(-(64 + 2 * width) // page_size)  # pages of the largest request
     pages = largest + rng.randint(0, largest) if tight else largest * 4
     scheduler, device = make(
         page_size, pages, overlap_depth, width, chunk, 4, cache, seed, max_pending_observe, window,
-        SchedulePolicy(longest_prefix=lpm),
+        SchedulePolicy(longest_prefix=lpm, max_mixed_step=gaps[0], max_first_gap=gaps[1]),
     )  # fmt: skip
+    device.clock = random.Random(seed + 2) if max(gaps) else None
     stem = tuple(rng.randrange(6) for _ in range(40))
     requests = []
     for i in range(rng.randint(1, 12)):

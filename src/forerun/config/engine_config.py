@@ -114,6 +114,11 @@ class EngineConfig:
         "While requests decode, prompt tokens per step are limited so that a step takes about this"
         " many milliseconds at most; 0: no such limit",
     )
+    max_first_gap_ms: int = _setting(
+        5000,
+        "While prompts wait, a request waits for its second token so many milliseconds at most; 0:"
+        " it decodes at once",
+    )
     schedule_policy: str = _setting(
         "fcfs",
         "Order within a priority; fcfs: of arrival; lpm: longest cached prefix first",
@@ -287,10 +292,9 @@ class EngineConfig:
         ratio = self.mamba_full_memory_ratio
         if ratio is not None and not 0 <= ratio < math.inf:
             raise ConfigError(f"mamba_full_memory_ratio must be >= 0, got {ratio}.")
-        if self.max_mixed_step_ms < 0:
-            raise ConfigError(
-                f"max_mixed_step_ms must be >= 0, got {shown(self.max_mixed_step_ms)}."
-            )
+        for name in ("max_mixed_step_ms", "max_first_gap_ms"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must be >= 0, got {shown(getattr(self, name))}.")
         self._check_piecewise()
         _ = self.nodes  # raises ConfigError
         if self.speculative_draft_tp_size not in (None, 1, self.tp_size):

@@ -217,6 +217,10 @@ class StepPlan:
     prefill: list[PrefillChunk] = field(default_factory=list)
     save_snapshots: list[SnapshotCopy] = field(default_factory=list)  # after chunks of `prefill`
 
+    @property
+    def num_prefill_tokens(self) -> int:
+        return sum(chunk.num_tokens for chunk in self.prefill)
+
 
 GRAMMAR_ERROR = "grammar"  # the `err_type` of what the request's own grammar causes
 

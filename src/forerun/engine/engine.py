@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from forerun.config.engine_config import EngineConfig
@@ -36,6 +36,7 @@ from forerun.scheduler.schedule_policy import SchedulePolicy
 from forerun.scheduler.scheduler import CompletedStep, ScheduledStep, Scheduler
 
 log = logging.getLogger("forerun")
+LAUNCH_SECONDS = 0.004  # from planning a step to the device's having it, at most
 HELD_SECONDS = 0.001  # between two looks at requests whose grammars take long, if no other run
 
 
@@ -43,7 +44,7 @@ class _InFlight(NamedTuple):
     """A launched step."""
 
     pending: PendingStep
-    launched: float  # time.monotonic() before the launch
+    launched: float  # by the clock, before the launch
     idle: bool  # the engine had no work before it
 
 
@@ -53,12 +54,19 @@ class Engine:
     Not thread-safe, except for `make_request`.
     """
 
-    def __init__(self, config: EngineConfig, executor: Executor) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.config = config
         self.executor = executor
+        self._clock = clock
         self.info = info = executor.info
         self.limits = info.limits
         self._in_flight: deque[_InFlight] = deque()
+        self._began = 0.0  # by the clock: the oldest step in flight, on the device
         self._idle = True  # nothing was left to do after the last step
         allocator = PageAllocator(info.num_pages)
         windows = _window_pages(info)
@@ -146,7 +154,7 @@ class Engine:
     def close_request(self, request: Request) -> None:
         """Removes an ended request; its statistics are final."""
         self._requests.pop(request.rid, None)
-        request.finished_at = time.monotonic()
+        request.finished_at = self._clock()
         if self._tracing is not None:
             self._tracing.close(request)
 
@@ -160,6 +168,17 @@ class Engine:
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work
+
+    def spare_seconds(self) -> float:
+        """How long `step` can wait without the device having to: what comes until then joins it.
+
+        A step that is launched goes on no earlier than the one before it has ended. Requests that
+        arrive after its launch have to wait for all of it.
+        """
+        if not self._in_flight or len(self._in_flight) < self.limits.overlap_depth:
+            return 0.0
+        busy_until = self._began + self.scheduler.least_seconds
+        return max(busy_until - LAUNCH_SECONDS - self._clock(), 0.0)
 
     def step(self) -> list[Request]:
         """Launches the next step and processes the result of the one `overlap_depth` before it.
@@ -182,7 +201,7 @@ class Engine:
         except Exception as error:
             self._executor_failed(error)
             raise
-        now = time.monotonic()
+        self._began = now = self._clock()  # the step after it
         done = self.scheduler.complete(result)
         self._record(done, step, now)
         self._idle = not self.has_work
@@ -200,7 +219,7 @@ class Engine:
     def _end_late_requests(self) -> list[Request]:
         """Aborts the requests whose deadline has passed."""
         late = []
-        for request, err_type in self._deadlines.passed(time.monotonic()):
+        for request, err_type in self._deadlines.passed(self._clock()):
             self.scheduler.abort(request, timeout_message(request, err_type), err_type)
             late.append(request)
         return late
@@ -208,12 +227,14 @@ class Engine:
     def _launch(self, plan: StepPlan) -> None:
         """Launches a step; an exception aborts the requests of this step only."""
         self.profiling.before_step()
-        launched = time.monotonic()
+        launched = self._clock()
         try:
             self._in_flight.append(_InFlight(self.executor.launch(plan), launched, self._idle))
         except Exception as error:
             self.scheduler.fail(f"{type(error).__name__}: {error}")
             raise
+        if len(self._in_flight) == 1:
+            self._began = launched
         self._idle = False
         self.profiling.after_step(plan)
         for admission in plan.admitted:
@@ -362,6 +383,7 @@ def _schedule_policy(config: EngineConfig, info: ExecutorInfo) -> SchedulePolicy
         low_priority_values_first=config.schedule_low_priority_values_first,
         max_prefill_tokens=config.max_prefill_tokens,
         max_mixed_step=config.max_mixed_step_ms / 1000,
+        max_first_gap=config.max_first_gap_ms / 1000,
         track_interval=config.mamba_track_interval if info.num_snapshots else 0,
     )
 

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import NamedTuple, TypeVar
 
 from forerun.core.errors import EngineClosedError
@@ -126,12 +126,20 @@ class EngineLoop:
     def _run(self) -> None:
         try:
             while not self._stopping:
-                while not (self._stopping or (self._running and self._commands.empty())):
-                    self._commands.get()()  # sleeps while there is nothing to do
+                while not self._stopping and (command := self._next_command()) is not None:
+                    command()
                 if self._running:
                     self._step()
         finally:
             self._shut_down()
+
+    def _next_command(self) -> Callable[[], None] | None:
+        """Waits while there is nothing to do or the device is busy; None: a step is due."""
+        spare = self._engine.spare_seconds() if self._running else None
+        try:
+            return self._commands.get(spare != 0.0, spare)
+        except Empty:
+            return None
 
     def _step(self) -> None:
         """One step. An exception ends all running calls with it; the engine continues."""

@@ -13,6 +13,8 @@ class SchedulePolicy:
     low_priority_values_first: bool = False
     max_prefill_tokens: int | None = None  # prompt tokens per step; None: `chunked_prefill_size`
     max_mixed_step: float = 0.0  # seconds of a step with decode and prompt tokens; 0: no limit
+    # Seconds for which a request with its first token waits for prompts before it decodes.
+    max_first_gap: float = 0.0
     track_interval: int = 0  # generated tokens between snapshots of recurrent state; 0: none
 
     def rank(self, priority: int) -> int:

@@ -44,6 +44,7 @@ from forerun.kvcache.pages import PageAllocator
 from forerun.kvcache.prefix_cache import MatchResult, PrefixCache
 from forerun.kvcache.window_pages import WindowPages
 from forerun.scheduler.adaptive_width import PLAIN, VerifyOutcome, WidthChoice, WidthPolicy
+from forerun.scheduler.decode_turns import DecodeTurns
 from forerun.scheduler.prefill_budget import PrefillBudget
 from forerun.scheduler.schedule_policy import SchedulePolicy
 from forerun.scheduler.state_tracker import StateTracker
@@ -144,6 +145,7 @@ class Scheduler:
             limits.chunked_prefill_size, policy.max_prefill_tokens or limits.chunked_prefill_size
         )
         self.prefill_budget = PrefillBudget(most, policy.max_mixed_step)
+        self.turns = DecodeTurns(policy, most)
         self.held: list[Request] = []  # preempted until `resume`: their grammars take long
         self._leaving: set[Request] = set()  # ended or preempted, with steps in flight
         self._free_slots = list(range(limits.slots - 1, -1, -1))
@@ -191,10 +193,20 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """The next step, or None if nothing can run now."""
         step = ScheduledStep(StepPlan())
-        self._plan_decode(step)
-        self._choose_width(step)
-        self._plan_tracking(step)
-        self._plan_prefill(step)
+        if (burst := self.turns.burst_tokens) and self._has_prompt_tokens(burst):
+            self.turns.begin_burst()
+        decoding = [request for request in self.running if request.state is State.DECODE]
+        if tokens := self.turns.tokens_before_decode(decoding, self._prompt_rank()):
+            self._plan_prefill(step, tokens)
+            if not step.prefill:
+                self.turns.no_prompts()
+        if not step.prefill:
+            self._plan_decode(step)
+            self._choose_width(step)
+            self._plan_tracking(step)
+            if not tokens:
+                self._plan_prefill(step, self.prefill_budget.tokens(mixed=bool(step.decode)))
+        self.turns.planned(step.plan, step.decode)
         if not step.requests:
             return None
         step.plan.cleared_pages, self._uncleared = self._uncleared, []
@@ -206,11 +218,18 @@ class Scheduler:
         self._scheduled.append(step)
         return step.plan
 
+    @property
+    def least_seconds(self) -> float:
+        """What the oldest step in flight takes on the device, probably; 0: not known."""
+        plan = self._scheduled[0].plan
+        return self.turns.times.least(plan.num_prefill_tokens, bool(plan.decode))
+
     def complete(self, result: StepResult) -> CompletedStep:
         """Processes the result of the oldest step in flight."""
         step = self._scheduled.popleft()
-        num_tokens = sum(chunk.num_tokens for chunk in step.plan.prefill)
-        self.prefill_budget.record(num_tokens, bool(step.decode), result.seconds)
+        took = step.plan.num_prefill_tokens, bool(step.decode), result.seconds
+        self.prefill_budget.record(*took)
+        self.turns.times.record(*took)
         live = tuple(request.state is not State.FINISHED for request in step.decode)
         failed = {each.slot: each for each in result.failed}
         changed = self._complete_decode(step, result, failed)
@@ -299,9 +318,12 @@ class Scheduler:
     # --- decode ---------------------------------------------------------------------------------
 
     def _plan_decode(self, step: ScheduledStep) -> None:
+        rank = self._prompt_rank()
         for request in list(self.running):
             # A later request may have been preempted for an earlier one in this loop.
             if request.state is not State.DECODE or self._will_finish(request):
+                continue
+            if self.turns.waits(request, rank):
                 continue
             bound = request.kv_len_ub
             if self._grow(request, bound + self.limits.kv_reserve, step.plan):
@@ -387,13 +409,13 @@ class Scheduler:
     def _stop(self, request: Request) -> None:
         request.preemptions += 1
         request.state = State.WAITING
+        self.turns.remove(request)
         self.running.remove(request)
         self._leave(request)
 
     # --- prefill --------------------------------------------------------------------------------
 
-    def _plan_prefill(self, step: ScheduledStep) -> None:
-        budget = self.prefill_budget.tokens(mixed=bool(step.decode))
+    def _plan_prefill(self, step: ScheduledStep, budget: int) -> None:
         started = deque(r for r in self.running if r.state is State.PREFILL)
         self.waiting.begin_step()
         first = self._next_prompt(step.plan, started)
@@ -405,9 +427,30 @@ class Scheduler:
             count = self._plan_chunk(step, request, shared)
             shared, budget = shared - count, budget - count
         request = first
+        enough = budget - self.turns.enough_tokens()
         while budget and request is not None:
             budget -= self._plan_chunk(step, request, budget)
-            request = self._next_prompt(step.plan, started) if budget else None
+            more = budget > max(enough, 0)
+            request = self._next_prompt(step.plan, started) if more else None
+
+    def _has_prompt_tokens(self, count: int) -> bool:
+        """Whether there are so many to compute, of requests that may get a slot. O(slots)."""
+        for request in itertools.chain(
+            (r for r in self.running if r.state is State.PREFILL),
+            itertools.islice(self.waiting, len(self._free_slots)),
+        ):
+            begun = request.state is State.PREFILL
+            count -= request.prefill_left if begun else len(request.prompt) + len(request.output)
+            if count <= 0:
+                return True
+        return False
+
+    def _prompt_rank(self) -> int | None:
+        """Rank of the most urgent prompt to compute; one that waits may not find pages."""
+        waiting = itertools.islice(self.waiting, min(len(self._free_slots), 1))
+        begun = (request for request in self.running if request.state is State.PREFILL)
+        first = [*waiting, *itertools.islice(begun, 1)]  # both are sorted
+        return min((request.order[0] for request in first), default=None)
 
     def _next_prompt(
         self, plan: StepPlan, started: deque[Request], behind: Request | None = None
@@ -453,6 +496,7 @@ class Scheduler:
         request.pending.append(count)
         if last:
             request.state = State.DECODE
+            self.turns.add(request)
         return count
 
     def _plan_snapshot(self, plan: StepPlan, request: Request) -> None:
@@ -553,6 +597,7 @@ class Scheduler:
         elif request in self.held:
             self.held.remove(request)
         request.state = State.FINISHED
+        self.turns.remove(request)
         self._leave(request)
 
     def _leave(self, request: Request) -> None:

@@ -206,7 +206,11 @@ class EngineServer:
                 data = self._inbox.recv(zmq.NOBLOCK if busy else 0)
             except zmq.Again:
                 if self._running:
-                    return
+                    # The device is busy: what comes until it is not can be in the next step.
+                    spare = int(1000 * self._engine.spare_seconds())
+                    if spare == 0 or not self._inbox.poll(spare):
+                        return
+                    continue
                 self._slow_answers.wait(ANSWERING_SECONDS)
                 continue
             self._take(decode_to_engine(data))

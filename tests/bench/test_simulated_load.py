@@ -1,0 +1,105 @@
+"""What scheduling makes of given step costs: figures that do not depend on the machine."""
+
+from __future__ import annotations
+
+import pytest
+
+from forerun.config.engine_config import EngineConfig
+from forerun.core.request import Request
+from forerun.core.sampling_params import SamplingParams
+from forerun.engine.engine import Engine
+from forerun_bench.simulated_load import (
+    H100_8B,
+    LOADS,
+    TOKEN,
+    Clock,
+    SimulatedExecutor,
+    SimulatedLoad,
+    StepCosts,
+    simulate,
+    table,
+)
+
+BURST, SIXTEEN, ALONE, POISSON = LOADS
+OFF = {"max_mixed_step_ms": 0, "max_first_gap_ms": 0}  # decode in every step
+
+
+def test_a_request_alone_takes_what_its_steps_do() -> None:
+    report = simulate(ALONE)
+    overhead = H100_8B.arrive + H100_8B.launch + H100_8B.answer
+    assert report.ttft[50] == pytest.approx(0.023 + overhead)
+    assert (report.itl[50], report.longest_gap) == pytest.approx((0.0054, 0.0054))
+    assert simulate(ALONE) == report
+
+
+def test_a_burst_is_prefilled_before_it_decodes() -> None:
+    now, mixed = simulate(BURST), simulate(BURST, **OFF)
+    assert now.tokens_per_s > 1.015 * mixed.tokens_per_s
+    assert now.ttft[50] < 0.92 * mixed.ttft[50] and now.ttft[99] < 0.94 * mixed.ttft[99]
+    assert now.itl[99] < 0.025 < 0.2 < mixed.itl[99]
+    assert now.longest_gap < 5.5  # max_first_gap_ms
+    assert now.e2e < mixed.e2e
+
+
+def test_arrivals_wait_less_under_load() -> None:
+    now, mixed = simulate(POISSON), simulate(POISSON, **OFF)
+    assert now.ttft[50] < 0.8 * mixed.ttft[50] and now.ttft[99] < 0.8 * mixed.ttft[99]
+    assert now.itl[99] < 0.1 and now.itl[50] <= mixed.itl[50] + 1e-4
+    assert now.e2e < mixed.e2e
+
+
+def test_waves_of_sixteen() -> None:
+    now, mixed = simulate(SIXTEEN), simulate(SIXTEEN, **OFF)
+    assert now.ttft[50] < 0.6 * mixed.ttft[50] and now.ttft[99] < 0.95 * mixed.ttft[99]
+    assert now.tokens_per_s > mixed.tokens_per_s and now.itl[99] <= mixed.itl[99] + 1e-4
+
+
+@pytest.mark.parametrize("rate", [10.0, 20.0, 40.0])
+@pytest.mark.parametrize("limit", [100, 200])
+def test_who_reads_gets_tokens_in_time(rate: float, limit: int) -> None:
+    load = SimulatedLoad("open", 200, rate=rate)
+    report = simulate(load, max_mixed_step_ms=limit, max_first_gap_ms=0)
+    assert report.longest_gap < 2 * limit / 1000  # the first gap begins within another's
+    assert report.itl[99] < 1.1 * limit / 1000
+
+
+def test_costs_and_table() -> None:
+    costs = StepCosts(decode=((1, 0.01), (3, 0.03)), prefill=((1, 0.1), (101, 0.2)))
+    load = SimulatedLoad("two", 2, concurrency=1, input_len=51, output_len=3)
+    report = simulate(load, costs)
+    assert report.ttft[50] == pytest.approx(0.15 + costs.arrive + costs.launch + costs.answer)
+    assert report.longest_gap == pytest.approx(0.01)
+    lines = table({"two": report}).splitlines()
+    assert len({line.count("|") for line in lines}) == 1 and lines[2].startswith("| two | ")
+
+
+def test_the_next_step_is_planned_late() -> None:
+    """What arrives during a step joins the next one, not the one after it."""
+    clock = Clock()
+    engine = Engine(EngineConfig(), SimulatedExecutor(H100_8B, 8192, 4, clock), clock)
+    params = SamplingParams(temperature=0.0, max_new_tokens=3, ignore_eos=True)
+
+    def submit(token: int, size: int) -> Request:
+        request = engine.make_request([token] * size, params)
+        engine.submit(request)
+        return request
+
+    first = submit(2, 8000)
+    assert engine.spare_seconds() == 0.0
+    engine.step()
+    assert engine.spare_seconds() == 0.0  # nothing is known yet
+    while engine.has_work:
+        engine.step()
+    second = submit(3, 7000)
+    engine.step()
+    spare = engine.spare_seconds()
+    assert 0.1 < spare < 0.162  # of about 162 ms
+    clock.now += spare / 2
+    assert engine.spare_seconds() == pytest.approx(spare / 2)
+    clock.now += spare
+    assert engine.spare_seconds() == 0.0
+    while engine.has_work:
+        engine.step()
+    assert first.output == second.output == [TOKEN] * 3
+    assert engine.spare_seconds() == 0.0
+    engine.check()
