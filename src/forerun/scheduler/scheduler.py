@@ -195,7 +195,7 @@ class Scheduler:
         step = ScheduledStep(StepPlan())
         if (burst := self.turns.burst_tokens) and self._has_prompt_tokens(burst):
             self.turns.begin_burst()
-        decoding = [request for request in self.running if request.state is State.DECODE]
+        decoding = [r for r in self.running if r.state is State.DECODE and not self._will_finish(r)]
         if tokens := self.turns.tokens_before_decode(decoding, self._prompt_rank()):
             self._plan_prefill(step, tokens)
             if not step.prefill:
