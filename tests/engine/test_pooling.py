@@ -159,8 +159,15 @@ def test_pages_that_a_pooled_prompt_leaves_serve_generation() -> None:
         llm.engine.check()
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "llama-3.1", "gemma2", "qwen3-moe", "qwen3.5"])
-def test_families(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        *((kind, {}) for kind in ("qwen3", "llama-3.1", "gemma2", "qwen3-moe", "deepseek-v3")),
+        ("qwen3.5", {}),
+        ("olmo2", {"model_impl": "transformers"}),
+    ],
+)
+def test_families(kind: str, settings: dict[str, Any], tmp_path: Path) -> None:
     """The final norm is a part of what is pooled, whatever the family; recurrent states too."""
     if kind == "qwen3.5":
         made = config_of(kind)
@@ -171,6 +178,7 @@ def test_families(kind: str, tmp_path: Path) -> None:
     prompts = [[(5 * i * i + 3 * i + 7) % 90 + 3 for i in range(n)] for n in (45, 17)]
     want = [of_transformers(folder, prompt) for prompt in prompts]
     common: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True, "device": "cpu"}
+    common |= settings
     with LLM(folder, chunked_prefill_size=16, max_running_requests=8, **common) as llm:
         for _ in range(2):
             asked = [pooled(llm.engine, prompt, each) for prompt in prompts for each in POOLINGS]
