@@ -1,8 +1,9 @@
-# Three commands do everything on a fresh machine:
+# These commands do everything on a fresh machine:
 #   make demo    a trained pair of models, plain and speculative side by side
 #   make serve   the same pair behind an HTTP server (OpenAI's API) on port 30000
 #   make test    the test suite, without the exhaustive part (make test-all: everything;
 #                SHARE=1/6: a sixth of the exhaustive part)
+#   make dist    what a release consists of, in build/release/dist: sdists, wheels, SBOM
 # TORCH=cpu installs the CPU build of torch (on Linux the default build brings CUDA, several GB).
 # `.ci/run` is what CI runs. Nothing but Python >= 3.11 with venv is needed beforehand.
 
@@ -17,12 +18,12 @@ SHARE ?= 1/1
 DEMOFLAGS ?=
 SERVEFLAGS ?= --speculative-algorithm DFLASH
 
-.PHONY: demo serve test test-all check format gpu-test clean
+.PHONY: demo serve test test-all check format gpu-test dist clean
 .DEFAULT_GOAL := help
 
 .PHONY: help
 help:
-	@sed -n '2,7p' Makefile | cut -c3-
+	@sed -n '2,8p' Makefile | cut -c3-
 
 ifeq ($(filter $(TORCH),default cpu),)
 $(error TORCH=$(TORCH) is unknown; use TORCH=cpu for the CPU build of torch, or leave it out)
@@ -76,6 +77,10 @@ format: $(VENV)/.forerun-dev
 # On a machine with a GPU, whose own environment has the torch build for it: docs/gpu-tests.md.
 gpu-test:
 	$(PYTHON) -m pytest -q -m gpu
+
+dist:
+	@rm -rf build/release
+	@PYTHON=$(PYTHON) .ci/dist build/release
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

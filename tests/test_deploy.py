@@ -13,6 +13,7 @@ import pytest
 import typer
 import yaml
 
+from forerun import __version__
 from forerun.main import build_app
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -59,6 +60,44 @@ def test_compose_mounts_what_is_there() -> None:
     assert {s for s in sources if not s.startswith(".")} == set(compose["volumes"])
     targets = yaml.safe_load((folder / "prometheus.yml").read_text(encoding="utf-8"))
     assert targets["scrape_configs"][0]["static_configs"] == [{"targets": ["forerun:30000"]}]
+
+
+def test_images_are_of_this_version() -> None:
+    found = [
+        tag
+        for path in KUBERNETES.rglob("*.yaml")
+        for tag in re.findall(r"(?:newTag: |/forerun:)(\S+)", path.read_text(encoding="utf-8"))
+    ]
+    assert sorted(found) == [f"{__version__}-cpu", *[f"{__version__}-cuda"] * 2]
+
+
+def test_the_pool_of_llm_d_has_the_pods_and_their_port() -> None:
+    def objects(path: str) -> dict[str, Any]:
+        text = (KUBERNETES / path).read_text(encoding="utf-8")
+        return {each["kind"]: each for each in yaml.safe_load_all(text)}
+
+    made, pods = objects("llm-d.yaml"), objects("base/deployment.yaml")["Deployment"]
+    pool = made["InferencePool"]["spec"]
+    labels = objects("base/kustomization.yaml")["Kustomization"]["labels"][0]["pairs"]
+    assert pool["selector"]["matchLabels"] == labels
+    (container,) = pods["spec"]["template"]["spec"]["containers"]
+    ports = [{"number": each["containerPort"]} for each in container["ports"]]
+    assert pool["targetPorts"] == ports
+    (backend,) = made["HTTPRoute"]["spec"]["rules"][0]["backendRefs"]
+    assert (backend["kind"], backend["name"]) == (
+        "InferencePool",
+        made["InferencePool"]["metadata"]["name"],
+    )
+
+
+def test_metrics_that_others_scale_by_exist() -> None:
+    """The autoscaler's rule in docs/deploy.md, and what llm-d reads."""
+    page = (ROOT / "docs" / "deploy.md").read_text(encoding="utf-8")
+    pool = (KUBERNETES / "llm-d.yaml").read_text(encoding="utf-8")
+    named = set(re.findall(r"vllm:\w+", page + pool))
+    code = "".join(p.read_text("utf-8") for p in (ROOT / "src/forerun/server").rglob("*.py"))
+    assert named == {"vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"}
+    assert all(f'"{name}"' in code for name in named)
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl")

@@ -1,11 +1,11 @@
-"""Which Forerun this is."""
+"""Which Forerun this is: the version of all distributions stands here."""
 
 from __future__ import annotations
 
 from hashlib import sha256
 from pathlib import Path
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 def source_digest() -> str:
