@@ -22,7 +22,7 @@ SETTINGS: dict[str, Any] = {"speculative_adaptive": True, "speculative_ragged_ve
 class RandomWidths(WidthPolicy):
     """Every mean width that the requests allow, in random order."""
 
-    def __init__(self, widths: Sequence[int], *_: object) -> None:
+    def __init__(self, widths: Sequence[float]) -> None:
         super().__init__(widths)
         self._random = random.Random(len(widths))
 
@@ -52,5 +52,10 @@ def divide_at_random(monkeypatch: pytest.MonkeyPatch) -> RandomDivision:
     """For engines that are made with `SETTINGS` afterwards; not for captured steps."""
     division = RandomDivision()
     monkeypatch.setattr(device_step, "allocate", division)
-    monkeypatch.setattr(engine, "AdaptiveWidth", RandomWidths)
+    choose_at_random(monkeypatch)
     return division
+
+
+def choose_at_random(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens of a step; the step itself divides them as in service."""
+    monkeypatch.setattr(engine, "_width_policy", lambda info: RandomWidths(info.verify_widths))

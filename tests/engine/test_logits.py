@@ -6,8 +6,8 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from forerun import LLM, SamplingParams
 from forerun.core.logprobs import LogprobParams, TokenLogprobs
 from forerun.core.request import Request
 from forerun.executor.device_executor import DeviceExecutor
-from forerun.executor.graphs.cuda import CudaGraphSteps
+from forerun.executor.graphs.cuda import CudaGraphSteps, PassShape
 from forerun.executor.graphs.steps import DecodeBatch, DeferredBatch
 from forerun.executor.step import token_sampler
 from forerun.executor.step.device_step import DeviceStep
@@ -160,18 +160,24 @@ def test_widths_and_deferred_observes(name: str) -> None:
         compare(run(llm), reference())
 
 
+def copied(out: DecodeOutput) -> DecodeOutput:
+    """As on a GPU before the next replay overwrites it."""
+    path, widths = (None if x is None else x.clone() for x in (out.path, out.widths))
+    tokens = out.sampled.clone(), out.num_committed.clone()
+    return DecodeOutput(*tokens, path=path, logprobs=out.logprobs, widths=widths)
+
+
 class SplitSteps(CudaGraphSteps):
     """Steps in two parts as on a GPU, of batches with penalties or log-probabilities."""
 
-    def __init__(self, step: DeviceStep, widths: tuple[int, ...]) -> None:
+    def __init__(self, step: DeviceStep, widths: tuple[float, ...]) -> None:
         super().__init__(step, step.tables.history.shape[1], 4, widths)
         self.stand_in = StandInRecorder()
 
     def decode(self, batch: DecodeBatch) -> DecodeOutput:
         if not batch.shape.edits_logits:
             return self._eager.decode(batch)
-        out = super().decode(batch)  # is copied on a GPU, before the next replay overwrites it
-        return replace(out, sampled=out.sampled.clone(), num_committed=out.num_committed.clone())
+        return copied(super().decode(batch))
 
     def prefill(self, *prompts: Any) -> PrefillTokens:
         return self._eager.prefill(*prompts)
@@ -185,6 +191,29 @@ class SplitSteps(CudaGraphSteps):
     @contextmanager
     def _on_stream(self, device: torch.device) -> Iterator[None]:
         yield
+
+
+class CapturedSteps(SplitSteps):
+    """All decode steps as on a GPU, of greedy and of other batches."""
+
+    def __init__(self, step: DeviceStep, widths: tuple[float, ...]) -> None:
+        super().__init__(step, widths)
+        self.replays: Counter[PassShape] = Counter()
+
+    def decode(self, batch: DecodeBatch) -> DecodeOutput:
+        key = self._pass_of(batch, len(self._padded(batch.slots))), batch.flags.widened()
+        if not batch.shape.edits_logits and key not in self._decode:
+            with self.step.dummy_steps():
+                self._decode[key] = self._capture_decode(*key)
+        self.replays[key[0]] += 1
+        return copied(CudaGraphSteps.decode(self, batch))
+
+    def _captured(self, run: Callable[[], Any]) -> tuple[Any, Any]:
+        recorder = StandInRecorder()
+        run()
+        recorder.begin()
+        output = run()
+        return SimpleNamespace(replay=recorder.end()), output
 
 
 @pytest.mark.covering(0, 2)

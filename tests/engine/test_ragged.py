@@ -9,18 +9,23 @@ import torch
 from torch import Tensor
 
 from forerun import SamplingParams
+from forerun.attention.base import HostBatch
 from forerun.core.errors import ConfigError
-from forerun.executor.device_executor import device_step
+from forerun.executor.device_executor import DeviceExecutor, device_step
+from forerun.executor.graphs.cuda import CudaGraphSteps
+from forerun.executor.graphs.steps import DecodeBatch
 from forerun.executor.step import device_step as device_step_module
 from forerun.executor.step.device_step import DeviceStep
+from forerun.sampling.sampler import SamplingFlags
 from forerun.scheduler.adaptive_width import FixedWidth
 from forerun.speculative.base import Draft, ProposeInput
 from forerun.speculative.ragged.allocate import allocate
 from tests.engine import test_grammars, test_logits
+from tests.engine.test_logits import CapturedSteps
 from tests.engine.test_matrix import GREEDY, SEEDED, WIDTHS, generate, params, prompts, reference
 from tests.engine_runs import run_together
 from tests.golden_engine import golden_llm
-from tests.ragged import SETTINGS, divide_at_random
+from tests.ragged import SETTINGS, choose_at_random, divide_at_random
 from tests.toy_algorithms import Sampler, register_toys
 
 register_toys()
@@ -104,6 +109,46 @@ def test_equal_widths_are_a_uniform_pass(algorithm: str, monkeypatch: pytest.Mon
             assert proposed == 3 * sum(each.verify_ct for each in requests)
     assert accepted[0] == accepted[1]
     assert max(max(each) for each in accepted[0]) == 4
+
+
+@pytest.mark.parametrize("algorithm", ["DFLASH", "NGRAM", "DDTREE"])
+@pytest.mark.usefixtures("without_cpu_kernels")
+def test_captured_passes(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole and in two parts; batches of three are filled up with padding."""
+    choose_at_random(monkeypatch)
+    own = {**OWN.get(algorithm, {}), "page_size": 16, "overlap_depth": 1}
+    with golden_llm(algorithm, **own, **SETTINGS) as llm:
+        executor = llm.engine.executor
+        assert isinstance(executor, DeviceExecutor)
+        steps = CapturedSteps(executor.step, llm.engine.info.verify_widths)
+        executor.steps = steps
+        for sampled, kind in enumerate((GREEDY, SEEDED)):
+            kinds = [params(kind, i) for i in range(3)]
+            kinds[1]["max_draft_tokens"] = 1
+            got = generate(llm, prompts(16, False)[:3], kinds, False)
+            assert [each[0] for each in got] == reference(16, False, bool(sampled))[:3]
+        test_logits.compare(test_logits.run(llm, which=range(3)), test_logits.reference()[:3])
+        llm.engine.check()
+        assert llm.stats()["spec_decode_num_accepted_tokens"] > 0
+    assert len({key.rows for key in steps.replays if key.size == 4 and key.rows}) > 1
+
+
+def test_the_graph_of_a_pass_has_room_for_its_padding() -> None:
+    with golden_llm("NGRAM", **SETTINGS) as llm:
+        executor = llm.engine.executor
+        assert isinstance(executor, DeviceExecutor)
+        full = llm.engine.limits.max_verify_tokens
+        steps = CudaGraphSteps(executor.step, 64, 8, llm.engine.info.verify_widths)
+        assert steps.shapes[8] == [(1, 0), (full, 16), (full, 32), (full, 0)]
+        shape = {"kv_len_ub": 64, "flags": SamplingFlags(), "lengths": HostBatch([0] * 5)}
+
+        def rows(wanted: int, width: int = full) -> int:
+            found = steps._pass_of(DecodeBatch(range(5), width, num_rows=wanted, **shape), 8)
+            assert (found.size, found.width) == (8, width)
+            return found.rows
+
+        assert rows(0, 1) == 0 and rows(0) == 0
+        assert [rows(wanted) for wanted in (6, 13, 14, 29, 30)] == [16, 16, 32, 32, 0]
 
 
 def test_a_request_never_commits_more_than_it_verifies(monkeypatch: pytest.MonkeyPatch) -> None:

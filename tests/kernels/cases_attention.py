@@ -80,6 +80,7 @@ def decode(
     splits: bool = True,
     targets: tuple[str, ...] = TARGETS,
     sinks: bool = False,
+    ragged: bool = False,
     **more: float,
 ) -> list[Case]:
     kv = kv or dtype
@@ -91,11 +92,13 @@ def decode(
     kinds = [q, pool, pool, "*fp32" if splits else q, "*fp32", "*i32", "*i32", "*i64", "fp32"]
     plain = dict(zip(names.split(), [*kinds, "i32", "i32", "i32"], strict=True))
     plain |= {"sinks_ptr": "*fp32"} if sinks else {}
+    plain |= {"first_ptr": "*i32"} if ragged else {}
     own = {
         **_common(dim, page, group, kv),
         "Q_LEN": q_len,
         "SPLIT_KV": splits,
         **({} if sinks else {"sinks_ptr": None}),
+        **({} if ragged else {"first_ptr": None}),
         "WORDS": mask_words(q_len),
         **more,
     }
@@ -171,6 +174,10 @@ CASES = [
     *decode("decode"),
     *decode("verify 16", q_len=16, page=64),
     *decode("verify 16, pages of 16", q_len=16, targets=ONE),
+    *decode("ragged verify 16", q_len=16, page=64, ragged=True),
+    *decode("ragged verify 16, pages of 16", q_len=16, ragged=True, targets=ONE),
+    *decode("ragged tree", q_len=16, page=64, ragged=True, MASK=2, targets=ONE),
+    *decode("ragged, window", q_len=16, ragged=True, WINDOW=512, splits=False, targets=ONE),
     *decode("decode, pages of 64", page=64, targets=("sm_90", "sm_100")),
     *decode("tree, pages of 128", q_len=16, page=128, MASK=2, targets=("sm_90",)),
     *decode("window, pages of 64", q_len=16, page=64, WINDOW=512, targets=("sm_90",)),

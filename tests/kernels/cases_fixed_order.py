@@ -36,9 +36,10 @@ def attention(
     group: int = 4,
     whole: bool = True,
     targets: tuple[str, ...] = FEW,
+    ragged: bool = False,
     **more: Any,
 ) -> list[Case]:
-    """`q_len` 0: of prompt chunks."""
+    """`q_len` 0: of prompt chunks. `ragged`: a verify pass of at most `q_len` tokens each."""
     q = f"*{NAMES[dtype]}"
     signature = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), q)
     signature |= dict.fromkeys(("page_table", "start_ptr"), "*i32")
@@ -48,6 +49,8 @@ def attention(
         signature |= {"stats_ptr": "*fp32", "num_segments": "i32"}
         signature |= {"paths_ptr": "*i32", "depth_ptr": "*i32"}
         signature |= {} if whole else {"out_ptr": "*fp32"}
+        signature |= {"first_ptr": "*i32"} if ragged else {}
+        own |= {} if ragged else {"first_ptr": None}
         own |= {"Q_LEN": q_len, "WHOLE": whole, "TREE": False, "PREFETCH_LEN": 128}
     else:
         signature |= {"tile_map": "*i32"}
@@ -76,9 +79,14 @@ def attention(
 
 
 def latent(
-    name: str, q_len: int = 0, whole: bool = True, targets: tuple[str, ...] = FEW, **more: Any
+    name: str,
+    q_len: int = 0,
+    whole: bool = True,
+    targets: tuple[str, ...] = FEW,
+    ragged: bool = False,
+    **more: Any,
 ) -> list[Case]:
-    """MLA with 16 heads; `q_len` 0: of prompt chunks."""
+    """MLA with 16 heads; `q_len` and `ragged` as in `attention`."""
     signature = dict.fromkeys(("q_ptr", "pool"), "*bf16")
     signature |= {"out_ptr": "*bf16" if whole else "*fp32", "stats_ptr": "*fp32"}
     tables = ("page_table", "start_ptr", "tile_map", "paths_ptr", "depth_ptr")
@@ -89,6 +97,8 @@ def latent(
         "PAGE_SIZE": 64, "WINDOW": -1, "FP8": 0, "INT64_OFFSETS": True, "BLOCK_L": 512,
         "BLOCK_R": 64,
     }  # fmt: skip
+    signature |= {"first_ptr": "*i32"} if ragged else {}
+    constants |= {} if ragged else {"first_ptr": None}
 
     def make(name: str, targets: tuple[str, ...], gpu: GpuInfo) -> Case:
         shape = LatentShape(512, 64, torch.bfloat16, torch.bfloat16, 64)
@@ -110,10 +120,12 @@ def latent(
     return _on_each(name, targets, make)
 
 
-def fold(name: str, **more: Any) -> Case:
+def fold(name: str, ragged: bool = False, **more: Any) -> Case:
     signature = {"partial_ptr": "*fp32", "stats_ptr": "*fp32", "out_ptr": "*bf16"}
     signature |= {"start_ptr": "*i32", "rows": "i32", "num_segments": "i32"}
+    signature |= {"first_ptr": "*i32", "places": "*i64"} if ragged else {}
     constants = {"sinks_ptr": None, "NUM_HEADS": 32, "Q_LEN": 8, "WINDOW": -1}
+    constants |= {} if ragged else {"first_ptr": None, "places": None}
     blocks = {"DIM": 128, "BLOCK_ROWS": 16, "BLOCK_D": 128, "AHEAD": 8}
     return Case(name, _fold_kernel, signature, constants | blocks | more)
 
@@ -136,6 +148,9 @@ def sums(name: str, kernel: Any, pointers: dict[str, str], **constants: int) -> 
 CASES = [
     *attention("step", q_len=1),
     *attention("verify 8, left to a second kernel", q_len=8, whole=False),
+    *attention("ragged verify 16", q_len=16, ragged=True),
+    *attention("ragged verify 16, left to a second kernel", q_len=16, whole=False, ragged=True),
+    *attention("ragged tree", q_len=16, TREE=True, ragged=True, targets=("sm_90",)),
     *attention("window", q_len=8, WINDOW=512, targets=("sm_90",)),
     *attention("tree", q_len=64, TREE=True, targets=("sm_90",)),
     *attention("tree, window", q_len=64, TREE=True, WINDOW=512, whole=False, targets=("sm_90",)),
@@ -146,10 +161,13 @@ CASES = [
     *attention("chunks, heads of 256", dim=256, targets=("sm_90",)),
     *latent("latent, step", q_len=1),
     *latent("latent, verify 8, left to a second kernel", q_len=8, whole=False),
+    *latent("latent, ragged verify 16", q_len=16, ragged=True),
+    *latent("latent, ragged tree", q_len=16, ragged=True, TREE=True, targets=("sm_90",)),
     *latent("latent, tree", q_len=64, targets=("sm_90",), TREE=True),
     *latent("latent, tree, window", q_len=64, targets=("sm_90",), TREE=True, WINDOW=512),
     *latent("latent, chunks"),
     fold("fold"),
+    fold("fold, ragged", ragged=True),
     fold("fold, window", WINDOW=512),
     sums("sums of parts", _sum_part, {"logits": "*bf16", "parts": "*fp32"}, PART=PART),
     sums("sum over parts", _sum_parts, {"parts": "*fp32", "out": "*fp32"}, BLOCK=64),

@@ -33,9 +33,10 @@ def absorbed(
     kv: torch.dtype | None = None,
     page: int = 64,
     targets: tuple[str, ...] = TARGETS,
+    ragged: bool = False,
     **more: int,
 ) -> list[Case]:
-    """`q_len` 0: ragged chunks."""
+    """`q_len` 0: chunks of prompts. `ragged`: a verify pass of at most `q_len` tokens each."""
     kv = kv or dtype
     latent, rope = dims
     stored = torch.float8_e4m3fn if kv == torch.uint8 else kv
@@ -47,6 +48,7 @@ def absorbed(
     )
     kinds = [q, pool, "*fp32" if splits else q, "*fp32", *["*i32"] * 3, "*i64", "fp32"]
     plain = dict(zip(names.split(), [*kinds, "i32", "i32", "i32"], strict=True))
+    plain |= {"first_ptr": "*i32"} if ragged else {}
 
     def make(name: str, targets: tuple[str, ...], gpu: GpuInfo) -> Case:
         rows = heads * q_len
@@ -71,6 +73,7 @@ def absorbed(
                 "BLOCK_L": padded(latent),
                 "BLOCK_R": padded(rope),
                 "WORDS": mask_words(max(1, q_len)),
+                **({} if ragged else {"first_ptr": None}),
                 **blocks,
             },
         )
@@ -148,6 +151,8 @@ CASES = [
     *absorbed("verify 2", 2),
     *absorbed("verify 5", 5),
     *absorbed("verify 16, pages of 16", 16, page=16),
+    *absorbed("ragged verify 16", 16, ragged=True),
+    *absorbed("ragged tree", 16, ragged=True, MASK=2, targets=ONE),
     *absorbed("decode, 128 heads", 1, heads=128, targets=("sm_90",)),
     *absorbed("tree", 16, MASK=2, targets=ONE),
     *absorbed("tree of 65", 65, MASK=2, targets=ONE),

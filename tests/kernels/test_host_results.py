@@ -35,8 +35,23 @@ def test_a_step_is_written_to_the_next_row(
     assert (ring[[0, 1, 3]] == -7).all()
 
 
+@pytest.mark.parametrize("trees", [False, True])
+def test_widths_of_a_ragged_step_come_along(trees: bool, device: torch.device) -> None:
+    results = HostResults(2, 3, device, trees, ragged=True)
+    sampled = torch.arange(6, device=device).view(2, 3)
+    path = sampled + 10 if trees else None
+    widths, committed = torch.tensor([[3, 1], [2, 1]], dtype=torch.int32, device=device)
+    results.store(DecodeOutput(sampled, committed, path=path, widths=widths))
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    out = results.replayed(2)
+    assert out.widths is not None and out.widths.tolist() == [3, 1]
+    assert out.sampled.tolist() == sampled.tolist() and out.num_committed.tolist() == [2, 1]
+    assert out.path is None if path is None else out.path.tolist() == path.tolist()
+
+
 def test_the_host_reads_the_rows_in_the_order_of_the_replays(device: torch.device) -> None:
-    results = HostResults(2, 3, False, device)
+    results = HostResults(2, 3, device)
     committed = torch.tensor([2, 3], dtype=torch.int32, device=device)
 
     def store(first: int) -> None:
@@ -59,7 +74,7 @@ def test_the_host_reads_the_rows_in_the_order_of_the_replays(device: torch.devic
 
 
 def test_the_paths_of_trees_come_with_their_tokens(device: torch.device) -> None:
-    results = HostResults(2, 3, True, device)
+    results = HostResults(2, 3, device, trees=True)
     sampled, path = torch.arange(12, device=device).view(2, 2, 3).unbind()
     committed = torch.tensor([2, 3], dtype=torch.int32, device=device)
     results.store(DecodeOutput(sampled, committed, path=path))

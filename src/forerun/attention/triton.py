@@ -77,7 +77,7 @@ MAX_EXPANDED = 256  # values of a head of expanded K or V that the kernel for th
 
 @dataclass
 class TritonPlan(SlotPlan):
-    """`tree` [T, words] int64, bit j: the token sees token j of its request; None: no tree."""
+    """`tree` [B * q_len, words] int64, bit j: the token sees token j of its request; None: none."""
 
     batch: AttentionBatch
     kv_slots: Tensor  # [T] int64
@@ -111,6 +111,7 @@ class TritonAttention(PagedBackend):
         sinks=True,
         logit_softcap=True,
         fixed_order=True,
+        ragged_steps=True,
     )
 
     @classmethod
@@ -222,7 +223,8 @@ class TritonAttention(PagedBackend):
         assert isinstance(plan, TritonPlan)
         batch, mask = plan.batch, _mask(plan, spec)
         kind = self.pools.layout.paged_layer(layer)
-        kv = PagedKV(self.pools.k(layer), self.pools.v(layer), batch.page_table, batch.start)
+        pools = self.pools.k(layer), self.pools.v(layer)
+        kv = PagedKV(*pools, batch.page_table, batch.start, batch.rows)
         if self.need.fixed_order and batch.q_len is not None:
             ub, paths = batch.kv_len_ub, plan.paths
             return fixed_order_attention(q, kv, batch.q_len, mask, spec.scale, ub, paths)
@@ -241,7 +243,8 @@ class TritonAttention(PagedBackend):
         assert isinstance(kind, LatentKV)
         batch, mask = plan.batch, _mask(plan, spec)
         pool = self.pools.latent(layer)
-        cache = PagedLatent(pool, kind.latent_dim, batch.page_table, batch.start)
+        where = batch.page_table, batch.start, batch.rows
+        cache = PagedLatent(pool, kind.latent_dim, *where)
         if self.need.fixed_order and batch.q_len is not None:
             more = batch.kv_len_ub, plan.paths
             return mla_fixed_order_decode(q, cache, batch.q_len, mask, spec.scale, *more)

@@ -308,10 +308,8 @@ class _Builder:
         if not settings.graphs:
             return None
         largest = min(settings.limits.slots, settings.config.cuda_graph_max_bs or MAX_GRAPH_BATCH)
-        shapes = [settings.limits.verify_shape(1, width) for width in settings.widths]
-        widths = [most for most, rows in shapes if rows == 0]  # of every request alike
         return CudaGraphSteps(
-            step, settings.limits.max_positions, largest, widths, self.piece_buckets
+            step, settings.limits.max_positions, largest, settings.widths, self.piece_buckets
         )
 
     def _steps(self, step: DeviceStep) -> StepExecutor:

@@ -319,16 +319,19 @@ def _estimate_graph_bytes(graphs: CudaGraphSteps, device: torch.device) -> int:
     free.append(_free(device))
     graphs.clear()
     decode = len(free) - 1 - len(some_buckets)  # graphs of decode steps
-    total = _extrapolated(free[: decode + 1], decode // len(some_sizes), len(sizes))
-    return total + (_extrapolated(free[decode:], 1, len(buckets)) if buckets else 0)
+    largest, smallest = graphs.num_decode(sizes[-1:]), graphs.num_decode(sizes[:1])
+    rest = (graphs.num_decode(sizes) - largest) / smallest
+    total = _extrapolated(free[: decode + 1], largest, rest)
+    return total + (_extrapolated(free[decode:], 1, len(buckets) - 1) if buckets else 0)
 
 
-def _extrapolated(free: Sequence[int], largest: int, shapes: int) -> int:
-    """Bytes of all shapes; `free` before each graph and after the last.
+def _extrapolated(free: Sequence[int], largest: int, rest: float) -> int:
+    """Bytes of all graphs; `free` before each one and after the last.
 
-    The first `largest` graphs are those of the largest shape, the others those of the smallest.
+    The first `largest` graphs are those of the largest shape, the others those of the smallest. Of
+    these there are in truth `rest` times as many.
     """
-    others = max(0, free[largest] - free[-1]) * (shapes - 1)
+    others = int(max(0, free[largest] - free[-1]) * rest)
     return max(0, free[0] - free[largest]) + others
 
 

@@ -1,9 +1,11 @@
 """CUDA graphs: a whole decode step, from proposing to committing, as one launch.
 
-A graph is captured per batch bucket and W, greedy and sampled separately (`captured_flags`). A
-batch takes the smallest bucket that holds it and is filled up with the padding slot. An algorithm
-whose drafts have no fixed shape proposes and observes eagerly, before and after a captured verify
-pass. Batches that do more with the logits than sampling replay two parts (`split.py`).
+A graph is captured per batch bucket and width, greedy and sampled separately (`captured_flags`). A
+batch takes the smallest bucket that holds it and is filled up with the padding slot. A ragged pass
+takes the smallest that verifies as many tokens; what it has room for beyond goes to drafts too. An
+algorithm whose drafts have no fixed shape proposes and observes eagerly, before and after a
+captured verify pass. Batches that do more with the logits than sampling replay two parts
+(`split.py`).
 
 A short prompt of a single request is captured too, padded to a bucket of tokens: launching its
 kernels one by one takes the host longer than the GPU needs to run them. Other prefills may be
@@ -18,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,6 +68,17 @@ def batch_buckets(largest: int) -> list[int]:
     return sorted(size for size in sizes if size <= largest)
 
 
+class PassShape(NamedTuple):
+    """The size of a captured decode step."""
+
+    size: int  # the batch bucket
+    width: int  # W
+    rows: int = 0  # N, of a ragged pass
+
+    def __str__(self) -> str:
+        return f"{self.size} x {self.width}" + (f", {self.rows} tokens" if self.rows else "")
+
+
 @dataclass
 class _DecodeGraph:
     graph: torch.cuda.CUDAGraph
@@ -96,19 +109,25 @@ class CudaGraphSteps:
         step: DeviceStep,
         kv_len_ub: int,
         largest: int,
-        widths: Sequence[int],
+        widths: Sequence[float],
         piece_buckets: Sequence[int] = (),
     ) -> None:
         """Makes graphs of batches up to `largest`.
 
         Args:
             kv_len_ub: largest number of KV slots of a request; lengths are read on the device.
+            widths: tokens per request, of a ragged pass in the mean (`Limits.verify_shape`).
             piece_buckets: numbers of tokens, ascending, whose prefill is captured in pieces.
         """
         self.step = step
         self.kv_len_ub = kv_len_ub
         self.sizes = batch_buckets(largest)
-        self.widths = tuple(widths)
+        verify_shape = step.tables.limits.verify_shape
+        # By batch bucket, W and N of its passes, ascending by tokens (`Limits.verify_shape`).
+        self.shapes = {
+            size: list(dict.fromkeys(verify_shape(size, width) for width in widths))
+            for size in self.sizes
+        }
         self._eager = EagerSteps(step)
         self._vocab_is_divided = step.model.vocab_is_divided
         self._flags = captured_flags(self._vocab_is_divided)
@@ -116,11 +135,11 @@ class CudaGraphSteps:
         # Padding must stay within a request's KV slots.
         self._prefill_buckets = [count for count in buckets if count < kv_len_ub]
         self.piecewise = PiecewisePrefill(step, piece_buckets)
-        self._decode: dict[tuple[int, int, SamplingFlags], _DecodeGraph] = {}
-        self._split: dict[tuple[int, int], SplitStep | None] = {}  # by batch bucket and W
+        self._decode: dict[tuple[PassShape, SamplingFlags], _DecodeGraph] = {}
+        self._split: dict[PassShape, SplitStep | None] = {}
         self._prefill: dict[tuple[int, SamplingFlags], _PrefillGraph] = {}
-        self._buffers: dict[tuple[int, int], StepBuffers | None] = {}
-        self._results: dict[tuple[int, int], HostResults] = {}
+        self._buffers: dict[PassShape, StepBuffers | None] = {}
+        self._results: dict[PassShape, HostResults] = {}
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
 
@@ -129,8 +148,16 @@ class CudaGraphSteps:
     @property
     def count(self) -> int:
         """Number of steps that `capture` records."""
-        whole = len(self.sizes) * len(self.widths) + len(self._prefill_buckets)
-        return len(self._flags) * whole + len(self.piecewise.buckets)
+        prefill = len(self._flags) * len(self._prefill_buckets)
+        return self.num_decode(self.sizes) + prefill + len(self.piecewise.buckets)
+
+    def num_decode(self, sizes: Sequence[int]) -> int:
+        """Number of decode steps that `capture` records of these batch buckets."""
+        return len(self._flags) * sum(len(self.shapes[size]) for size in sizes)
+
+    def _passes(self, sizes: Sequence[int]) -> Iterator[PassShape]:
+        for size in sizes:
+            yield from (PassShape(size, *shape) for shape in self.shapes[size])
 
     @torch.inference_mode()
     def capture(
@@ -152,10 +179,10 @@ class CudaGraphSteps:
         self._pool = torch.cuda.graph_pool_handle()
         report = progress or (lambda name: None)
         with self.step.dummy_steps():
-            for size, width in product(reversed(sizes or self.sizes), reversed(self.widths)):
+            for key in reversed(list(self._passes(sizes or self.sizes))):
                 for flags in self._flags:
-                    report(f"decode {size} x {width} {_sampling(flags)}")
-                    self._decode[size, width, flags] = self._capture_decode(size, width, flags)
+                    report(f"decode {key} {_sampling(flags)}")
+                    self._decode[key, flags] = self._capture_decode(key, flags)
             if sizes is not None:
                 self._capture_pieces(report, piece_buckets)
                 return
@@ -176,10 +203,10 @@ class CudaGraphSteps:
         self._prefill.clear()
         self.piecewise.clear()
 
-    def _capture_decode(self, size: int, width: int, flags: SamplingFlags) -> _DecodeGraph:
-        step, slots = self.step, self._padding(size)
-        shape = StepShape(width, self.kv_len_ub, flags)
-        buffers, results = self._buffers_of(size, width), self._results_of(size, width)
+    def _capture_decode(self, key: PassShape, flags: SamplingFlags) -> _DecodeGraph:
+        step, slots = self.step, self._padding(key.size)
+        shape, width = self._shape_of(key, flags), key.width
+        buffers, results = self._buffers_of(key), self._results_of(key)
         whole = step.captures_drafts
         draft = None if whole or width == 1 else step.empty_draft(slots, width)
 
@@ -200,21 +227,23 @@ class CudaGraphSteps:
             results.reset()
         return _DecodeGraph(graph, slots, draft, output, whole, buffers, results)
 
-    def _buffers_of(self, size: int, width: int) -> StepBuffers | None:
+    def _shape_of(self, key: PassShape, flags: SamplingFlags) -> StepShape:
+        return StepShape(key.width, self.kv_len_ub, flags, num_rows=key.rows)
+
+    def _buffers_of(self, key: PassShape) -> StepBuffers | None:
         """Buffers of backends that plan on the host; greedy and sampled graphs share them."""
-        key = (size, width)
         if key not in self._buffers:
-            self._buffers[key] = self.step.plan_buffers(size)
+            self._buffers[key] = self.step.plan_buffers(key.size)
         return self._buffers[key]
 
-    def _results_of(self, size: int, width: int) -> HostResults | None:
+    def _results_of(self, key: PassShape) -> HostResults | None:
         """Shared by the greedy and sampled graphs."""
         if torch.version.hip is not None:  # not tried there
             return None
-        key = (size, width)
         if key not in self._results:
-            trees = self.step.caps.makes_trees and width > 1
-            self._results[key] = HostResults(size, width, trees, self.step.tables.device)
+            trees, ragged = self.step.caps.makes_trees and key.width > 1, key.rows > 0
+            device = self.step.tables.device
+            self._results[key] = HostResults(key.size, key.width, device, trees, ragged)
         return self._results[key]
 
     def _capture_prefill(self, count: int, flags: SamplingFlags) -> _PrefillGraph:
@@ -289,9 +318,9 @@ class CudaGraphSteps:
         """Runs what a step in two parts does between them, so that its kernels compile at start."""
         step, sampler = self.step, self.step.sampler
         groups = {
-            (last - first, width)
-            for size, width in product(self.sizes, self.widths)
-            for first, last in sampler.groups(size, width)
+            (last - first, key.width)
+            for key in self._passes(self.sizes)
+            for first, last in sampler.groups(key.size, key.width)
         }
         for size, width in sorted(groups):
             slots = self._padding(size)
@@ -329,7 +358,11 @@ class CudaGraphSteps:
     # --- replay ---------------------------------------------------------------------------------
 
     def measured_batches(self, largest: int) -> list[int]:
-        return [size for size in self.sizes if size <= largest]
+        sizes = [size for size in self.sizes if size <= largest]
+        if not self.step.tables.limits.ragged:
+            return sizes
+        # A bucket has many passes: those of the sizes between follow from their neighbours.
+        return [size for size in sizes if size.bit_count() == 1 or size == sizes[-1]]
 
     def decode(self, batch: DecodeBatch) -> DecodeOutput:
         """Replays the step; the tensors returned are overwritten by the next replay.
@@ -343,7 +376,7 @@ class CudaGraphSteps:
             return self._eager.decode(batch)
         slots, count = self._padded(batch.slots), len(batch.slots)
         flags = batch.flags.widened(self._vocab_is_divided)
-        captured = self._decode[len(slots), batch.num_verify_tokens, flags]
+        captured = self._decode[self._pass_of(batch, len(slots)), flags]
         if slots != captured.last_slots:
             self._fill_slots(captured.slots, slots)
             captured.last_slots = slots
@@ -360,11 +393,13 @@ class CudaGraphSteps:
 
     def _decode_split(self, batch: DecodeBatch) -> DecodeOutput:
         """A step that does more with the logits than sampling (`split.py`)."""
-        slots, width = self._padded(batch.slots), batch.num_verify_tokens
-        key = len(slots), width
-        if len(batch.slots) <= self.sizes[-1] and key not in self._split:
-            self._split[key] = self._capture_split(len(slots), width)
-        split = self._split.get(key)
+        if len(batch.slots) > self.sizes[-1]:
+            return self._eager.decode(batch)
+        slots = self._padded(batch.slots)
+        key = self._pass_of(batch, len(slots))
+        if key not in self._split:
+            self._split[key] = self._capture_split(key)
+        split = self._split[key]
         if split is None:
             return self._eager.decode(batch)
         self._fill_slots(split.slots, slots)
@@ -374,15 +409,15 @@ class CudaGraphSteps:
             split.buffers.begin(batch.lengths)
         return split.replay(batch.shape, len(batch.slots))
 
-    def _capture_split(self, size: int, width: int) -> SplitStep | None:
+    def _capture_split(self, key: PassShape) -> SplitStep | None:
         """None: there is no memory for it, and steps of this shape run eagerly."""
-        device, slots = self.step.tables.device, self._padding(size)
-        shape, buffers = StepShape(width, self.kv_len_ub, SAMPLED), self._buffers_of(size, width)
+        device, slots = self.step.tables.device, self._padding(key.size)
+        shape, buffers = self._shape_of(key, SAMPLED), self._buffers_of(key)
         try:
             with self.step.dummy_steps(), self._on_stream(device):
                 split = capture_split(self.step, self._recorder(), slots, shape, buffers)
         except torch.OutOfMemoryError:
-            log.warning("decode %d x %d runs eagerly with penalties: out of memory", size, width)
+            log.warning("decode %s runs eagerly with penalties: out of memory", key)
             return None
         self._raise(self.step.algorithm.take_error())
         return split
@@ -420,6 +455,17 @@ class CudaGraphSteps:
         if chunk.start + count >= self.kv_len_ub:
             return None
         return self._prefill.get((count, flags.widened(self._vocab_is_divided)))
+
+    def _pass_of(self, batch: DecodeBatch, size: int) -> PassShape:
+        """The captured pass of `size` requests that verifies as many tokens.
+
+        Each padding slot takes one of them. The full width, where no ragged pass is as large.
+        """
+        width, needed = batch.num_verify_tokens, batch.num_rows + size - len(batch.slots)
+        if not batch.num_rows:
+            return PassShape(size, width)
+        rows = (rows for of, rows in self.shapes[size] if of == width and rows >= needed)
+        return PassShape(size, width, next(rows, 0))
 
     def _padded(self, slots: Sequence[int]) -> tuple[int, ...]:
         """The slots, padded to the next bucket; unchanged if the batch exceeds the largest one."""

@@ -11,17 +11,23 @@ RING = 4  # steps whose tokens are kept; more than are in flight (`Limits.overla
 
 
 class HostResults:
-    """A ring buffer in pinned memory for steps of B requests and W tokens, of chains or trees.
+    """A ring buffer in pinned memory for steps of B requests and W tokens, of chains or trees, with
+    widths if the steps are ragged.
 
     `store` is part of the captured step. It counts the replays on the device, as `replayed` does
     on the host, so both know the row without telling each other.
     """
 
     def __init__(
-        self, batch_size: int, num_verify_tokens: int, trees: bool, device: torch.device
+        self,
+        batch_size: int,
+        num_verify_tokens: int,
+        device: torch.device,
+        trees: bool = False,
+        ragged: bool = False,
     ) -> None:
-        self._width, self._trees = num_verify_tokens, trees
-        size = batch_size * (num_verify_tokens * (1 + trees) + 1)
+        self._width, self._trees, self._ragged = num_verify_tokens, trees, ragged
+        size = batch_size * (num_verify_tokens * (1 + trees) + ragged + 1)
         self._batch_size = batch_size
         pinned = device.type == "cuda"
         self._ring = torch.zeros(RING, size, dtype=torch.int64, pin_memory=pinned)
@@ -30,7 +36,12 @@ class HostResults:
 
     def store(self, out: DecodeOutput) -> None:
         """Queues the last kernel of a step."""
-        rows = out.sampled if out.path is None else torch.cat((out.sampled, out.path), 1)
+        parts = [out.sampled]
+        if out.path is not None:
+            parts.append(out.path)
+        if out.widths is not None:
+            parts.append(out.widths.long().unsqueeze(1))
+        rows = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
         store_results(rows, out.num_committed, self._count, self._ring)
 
     def reset(self) -> None:
@@ -39,13 +50,14 @@ class HostResults:
         self._replays = 0
 
     def replayed(self, count: int) -> DecodeOutput:
-        """What the last replay gave `count` requests: sampled, num_committed and path.
+        """What the last replay gave `count` requests: sampled, num_committed, path and widths.
 
         On the host; complete when the step is, and valid until RING - 1 more are launched.
         """
         ring, width = self._ring[self._replays % RING], self._width
         self._replays += 1
         rows = ring[: -self._batch_size].view(self._batch_size, -1)[:count]
-        path = rows[:, width:] if self._trees else None
+        path = rows[:, width : 2 * width] if self._trees else None
+        widths = rows[:, -1] if self._ragged else None
         committed = ring[-self._batch_size :][:count]
-        return DecodeOutput(rows[:, :width], committed, path=path)
+        return DecodeOutput(rows[:, :width], committed, path=path, widths=widths)

@@ -30,6 +30,7 @@ from forerun.executor.step.inputs import (
     VerifyPass,
 )
 from forerun.kernels.sampling.penalties import DraftPath
+from forerun.kernels.speculation.ragged import RaggedRows
 from forerun.speculative.base import Draft
 
 
@@ -121,8 +122,12 @@ def capture_split(
 
 
 def _borrowed(tokens: SampleInput, recorder: GraphRecorder) -> SampleInput:
-    borrow, path = recorder.borrow, tokens.path
+    borrow, path, rows = recorder.borrow, tokens.path, tokens.rows
     assert path is not None
     ancestors = None if path.ancestors is None else borrow(path.ancestors)
     own = DraftPath(borrow(path.ids), ancestors)
-    return SampleInput(borrow(tokens.hidden_states), borrow(tokens.positions), tokens.slots, own)
+    if rows is not None:
+        tensors = rows.widths, rows.first, rows.places, rows.rows
+        rows = RaggedRows(*map(borrow, tensors))
+    hidden_states, positions = borrow(tokens.hidden_states), borrow(tokens.positions)
+    return SampleInput(hidden_states, positions, tokens.slots, own, rows=rows)

@@ -1,11 +1,12 @@
 """Paged attention for a few tokens per request: decoding, verification, a draft's block.
 
-Every request has the same number of query tokens (`q_len`). These and the query heads that share a
-K/V head are packed into tiles of M = q_len * group rows, so that K/V is read once for all of them,
-and the context is cut into splits that run side by side (flash-decoding, split-KV); a second kernel
-combines their partial results. The host fixes how many splits there are; which positions each of
-them covers follows from the lengths on the device, so a graph captured for the longest context
-costs little at a short one.
+Every request has the same number of query tokens (`q_len`), or in a ragged pass at most so many
+(`PagedKV.rows`): then tiles are as large, and those past a request's tokens are empty. These and
+the query heads that share a K/V head are packed into tiles of M = q_len * group rows, so that K/V
+is read once for all of them, and the context is cut into splits that run side by side
+(flash-decoding, split-KV); a second kernel combines their partial results. The host fixes how many
+splits there are; which positions each of them covers follows from the lengths on the device, so a
+graph captured for the longest context costs little at a short one.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class MaskSpec:
 
     mask: int = CAUSAL
     window: int | None = None
-    tree: Tensor | None = None  # [B * q_len, words] int64, bit j: attends to token j
+    # [B * q_len, words] int64, bit j: attends to token j; in this order in a ragged pass too
+    tree: Tensor | None = None
     sinks: Tensor | None = None  # [Hq] float32, not scaled
     softcap: float | None = None  # of scaled scores s: softcap · tanh(s / softcap)
 
@@ -98,16 +100,16 @@ def paged_attention(
     256), which TMA then loads.
 
     Args:
-        q: [B * q_len, Hq, D]; tokens at any stride.
+        q: [T, Hq, D], T = B * q_len without `kv.rows`; tokens at any stride.
         kv: the cache.
-        q_len: tokens per request.
+        q_len: tokens per request, or at most.
         mask: the mask.
         scale: of the scores.
         num_splits: parts that the context is cut into, from `choose_num_splits`.
         config: instead of the tuned tile.
 
     Returns:
-        [B * q_len, Hq, D] in q's dtype.
+        [T, Hq, D] in q's dtype.
     """
     if not use_triton(q):
         return paged_attention_ref(q, kv, q_len, mask, scale)
@@ -129,11 +131,12 @@ def paged_attention(
         config = _tuned_config(q, kv, q_len, num_splits)
     num_tiles = triton.cdiv(group * q_len, config.block_m)
     tma = uses_tma(gpu_of(q.device), kv.page_size, config.block_n, dim, kv.k.dtype)
+    first = None if kv.rows is None else kv.rows.first
     decode_attention_kernel[(kv.num_kv_heads * num_tiles, num_splits, batch)](
         q, as_bits(kv.k), as_bits(kv.v),
         _tma_descriptor(kv.k, config) if tma else None,
         _tma_descriptor(kv.v, config) if tma else None,
-        partial, lse, kv.page_table, kv.start, q if mask.tree is None else mask.tree,
+        partial, lse, kv.page_table, kv.start, first, q if mask.tree is None else mask.tree,
         mask.sinks, mask.qk_scale(scale), q.stride(0), q.stride(1), kv.page_table.stride(0),
         GROUP=group, KV_HEADS=kv.num_kv_heads, Q_LEN=q_len, DIM=dim, PAGE_SIZE=kv.page_size,
         MASK=mask.mask, WINDOW=mask.window_constant, SPLIT_KV=num_splits > 1,
@@ -159,6 +162,8 @@ def why_not_decode_sm90(
     group = q.shape[1] // kv.num_kv_heads
     if gpu.amd or gpu.interpreted or gpu.capability != 90:
         return "it is for Hopper GPUs"
+    if kv.rows is not None:
+        return "requests differ in their tokens"
     if group * q_len <= 16:
         return "the Triton kernel is as fast up to 16 rows"
     if kv.page_table.shape[1] * kv.page_size < MIN_SM90_CONTEXT:
@@ -224,6 +229,9 @@ def paged_attention_ref(q: Tensor, kv: PagedKV, q_len: int, mask: MaskSpec, scal
 
     Computes in float32, or in q's dtype where that is wider.
     """
+    rows = kv.rows
+    if rows is not None:  # as many tokens of every request; what is added is dropped again
+        q = rows.unpack(q)
     total, heads, dim = q.shape
     batch = kv.start.shape[0]
     exact = torch.promote_types(q.dtype, torch.float32)
@@ -233,6 +241,10 @@ def paged_attention_ref(q: Tensor, kv: PagedKV, q_len: int, mask: MaskSpec, scal
         for pool in (kv.k, kv.v)
     )
     seen = _mask_ref(kv.start, q_len, k.shape[1], mask)  # [B, q_len, L]
+    if rows is not None:
+        end = (kv.start + rows.widths).view(-1, 1, 1)
+        seen = rows.unpack(rows.pack(seen.flatten(0, 1))).view(seen.shape)
+        seen = seen & (torch.arange(k.shape[1], device=q.device) < end)
     reached = seen.any(1)[:, :, None, None]
     k, v = k.where(reached, 0.0), v.where(reached, 0.0)
     scores = torch.einsum("bwhgd,blhd->bhgwl", tile, k) * scale
@@ -246,7 +258,8 @@ def paged_attention_ref(q: Tensor, kv: PagedKV, q_len: int, mask: MaskSpec, scal
         joined = torch.cat((scores, sinks.expand(*scores.shape[:-1], 1)), -1)
         weights = joined.softmax(-1)[..., :-1]
     out = torch.einsum("bhgwl,blhd->bwhgd", weights, v)
-    return out.reshape(total, heads, dim).to(q.dtype)
+    out = out.reshape(total, heads, dim).to(q.dtype)
+    return out if rows is None else rows.pack(out)
 
 
 def _mask_ref(start: Tensor, q_len: int, kv_len: int, mask: MaskSpec) -> Tensor:

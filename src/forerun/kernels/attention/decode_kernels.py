@@ -70,6 +70,13 @@ def count_bits(x):
 
 
 @jit
+def tokens_of(first_ptr, request):
+    """Where a request's tokens begin among all, int64, and how many it has."""
+    first = tl.load(first_ptr + request)
+    return first.to(tl.int64), tl.load(first_ptr + request + 1) - first
+
+
+@jit
 def load_page_ids(table, first, low, high, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     """Page ids of the positions from `first` on, within [low, high): one id if one page has all.
 
@@ -206,7 +213,7 @@ def prefetch_latent(
 @jit
 def decode_attention_kernel(
     q_ptr, k_ptr, v_ptr, k_descriptor, v_descriptor, out_ptr, lse_ptr, page_table, start_ptr,
-    tree_ptr, sinks_ptr, qk_scale, q_token_stride, q_head_stride, page_table_stride,
+    first_ptr, tree_ptr, sinks_ptr, qk_scale, q_token_stride, q_head_stride, page_table_stride,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, Q_LEN: tl.constexpr, DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr, MASK: tl.constexpr, WINDOW: tl.constexpr, SPLIT_KV: tl.constexpr,
     FP8: tl.constexpr, INT64_OFFSETS: tl.constexpr, TMA: tl.constexpr, PREFETCH_LEN: tl.constexpr,
@@ -214,6 +221,8 @@ def decode_attention_kernel(
     PDL: tl.constexpr = False, SOFTCAP: tl.constexpr = 0.0, WORDS: tl.constexpr = 1,
 ):  # fmt: skip
     """One CTA per tile of a request's rows, K/V head, and split of the positions.
+
+    A request has Q_LEN tokens, or with `first_ptr` at most so many.
 
     K/V written before the preceding kernel is requested before the PDL wait. TMA: blocks come
     through the descriptors over [pages, PAGE_SIZE, KV_HEADS * DIM], and the request is a prefetch
@@ -228,6 +237,10 @@ def decode_attention_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     start = tl.load(start_ptr + request)
     table = page_table + request.to(tl.int64) * page_table_stride
+    place = request.to(tl.int64) * Q_LEN  # of the first token, in `tree_ptr`
+    first_token, q_len = place, Q_LEN
+    if first_ptr is not None:
+        first_token, q_len = tokens_of(first_ptr, request)
 
     low = start * 0  # the oldest position that a row of the tile attends to
     if WINDOW >= 0:
@@ -236,9 +249,11 @@ def decode_attention_kernel(
             low += (tile * BLOCK_M) // GROUP + 1
         low = tl.minimum(tl.maximum(low, 0), start)
     base = low // BLOCK_N
-    blocks = tl.cdiv(start + Q_LEN, BLOCK_N) - base
+    blocks = tl.cdiv(start + q_len, BLOCK_N) - base
     begin = (base + blocks * split // num_splits) * BLOCK_N
-    end = tl.minimum((base + blocks * (split + 1) // num_splits) * BLOCK_N, start + Q_LEN)
+    end = tl.minimum((base + blocks * (split + 1) // num_splits) * BLOCK_N, start + q_len)
+    if first_ptr is not None:
+        end = tl.where(tile * BLOCK_M < GROUP * q_len, end, begin)
     high = tl.maximum(end, 1)
     page = load_page_ids(table, begin, low, high, PAGE_SIZE, BLOCK_N)
 
@@ -246,9 +261,9 @@ def decode_attention_kernel(
     v_ptr += kv_head * DIM
     m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     row, d = m // GROUP, tl.arange(0, BLOCK_D)
-    token = request.to(tl.int64) * Q_LEN + row
+    token = first_token + row
     head = kv_head * GROUP + m % GROUP
-    q_mask = (m < GROUP * Q_LEN)[:, None] & (d < DIM)[None, :]
+    q_mask = (m < GROUP * q_len)[:, None] & (d < DIM)[None, :]
     q_ptr += (token * q_token_stride + head * q_head_stride)[:, None] + d[None, :]
     q_type: tl.constexpr = q_ptr.dtype.element_ty
     # float8 converts to float16 in one instruction, to bfloat16 in several.
@@ -294,8 +309,8 @@ def decode_attention_kernel(
             s = tanh_of(s, qk_scale)
         if WINDOW >= 0 or first + BLOCK_N > start:
             position = origin + tl.arange(0, BLOCK_N)
-            tree = tree_ptr + token * WORDS
-            visible = attends(row, position, start, tree, Q_LEN, MASK, WINDOW, WORDS)
+            tree = tree_ptr + (place + row) * WORDS
+            visible = attends(row, position, start, tree, q_len, MASK, WINDOW, WORDS)
             visible = visible & ((position >= first) & (position < end))[None, :]
             s = tl.where(visible, s, float("-inf"))
         row_max, row_sum, acc = online_softmax_step(s, v, softmax_scale, row_max, row_sum, acc)
@@ -309,7 +324,7 @@ def decode_attention_kernel(
         target = (out_row * num_splits + split) * DIM
         tl.store(out_ptr + target[:, None] + d[None, :], acc, mask=q_mask)
         lse = tl.where(row_sum == 0.0, float("-inf"), row_max + tl.log2(weight))
-        tl.store(lse_ptr + out_row * num_splits + split, lse, mask=m < GROUP * Q_LEN)
+        tl.store(lse_ptr + out_row * num_splits + split, lse, mask=m < GROUP * q_len)
     else:
         target = (out_row * DIM)[:, None] + d[None, :]
         tl.store(out_ptr + target, acc.to(out_ptr.dtype.element_ty), mask=q_mask)

@@ -36,6 +36,7 @@ from forerun.kernels.attention.decode_kernels import (
     online_softmax_step,
     prefetch_kv,
     tanh_of,
+    tokens_of,
 )
 from forerun.kernels.attention.paged_kv import PagedKV
 from forerun.kernels.attention.tile_map import TileMap
@@ -44,6 +45,7 @@ from forerun.kernels.runtime.fp8 import as_bits, fp8_mode
 from forerun.kernels.runtime.gpu import GpuInfo, gpu_of
 from forerun.kernels.runtime.jit import jit, tl, triton
 from forerun.kernels.runtime.pdl import pdl_options
+from forerun.kernels.speculation.ragged import RaggedRows
 from forerun.kernels.speculation.tree import unpack_bits
 
 SHARED_STAGES = 2  # of a CTA that shares its SM (Hopper) with another
@@ -103,16 +105,16 @@ def fixed_order_attention(
     What is read before the kernel waits for its predecessor, and when: as in `paged_attention`.
 
     Args:
-        q: [B * q_len, Hq, D]; tokens at any stride.
+        q: [T, Hq, D], T = B * q_len without `kv.rows`; tokens at any stride.
         kv: the cache.
-        q_len: tokens per request.
+        q_len: tokens per request, or at most.
         mask: causal, or a tree.
         scale: of the scores.
         kv_len_ub: the longest context, query tokens included, that a request may have.
-        paths: of a tree.
+        paths: of a tree, all of its B * q_len nodes.
 
     Returns:
-        [B * q_len, Hq, D] in q's dtype.
+        [T, Hq, D] in q's dtype.
     """
     assert (mask.mask == TREE) == (paths is not None)
     total, heads, dim = q.shape
@@ -132,6 +134,7 @@ def fixed_order_attention(
         stats = torch.empty((*shape, 2), dtype=torch.float32, device=q.device)
     _step_kernel[(kv.num_kv_heads * row_tiles, ctas, batch)](
         q, as_bits(kv.k), as_bits(kv.v), partial, stats, kv.page_table, kv.start,
+        None if kv.rows is None else kv.rows.first,
         q if paths is None else paths.nodes, q if paths is None else paths.depth,
         mask.sinks, mask.qk_scale(scale),
         q.stride(0), q.stride(1), kv.page_table.stride(0), segments,
@@ -140,29 +143,39 @@ def fixed_order_attention(
         num_warps=tile.num_warps, num_stages=stages, **pdl_options(q),
     )  # fmt: skip
     if ctas > 1:
-        fold_segments(partial, stats, out, kv.start, mask, q_len)
+        fold_segments(partial, stats, out, StepTokens(kv.start, q_len, kv.rows), mask)
     return out
 
 
+@dataclass(frozen=True, eq=False)
+class StepTokens:
+    """The query tokens of a step: `q_len` of each request, or with `rows` at most so many."""
+
+    start: Tensor  # [B] int32, position of each request's first
+    q_len: int
+    rows: RaggedRows | None = None
+
+
 def fold_segments(
-    partial: Tensor, stats: Tensor, out: Tensor, start: Tensor, mask: MaskSpec, q_len: int
+    partial: Tensor, stats: Tensor, out: Tensor, tokens: StepTokens, mask: MaskSpec
 ) -> None:
     """Fills out [T, Hq, D] from what a step's CTAs have left of each segment.
 
     Args:
         partial: [T, Hq, segments, D] float32, weighted values.
         stats: [T, Hq, segments, 2] float32, largest score and sum of weights.
-        start: [B] int32, position of each request's first query token.
+        tokens: of the step.
         mask: of the step.
-        q_len: tokens per request.
     """
+    rows_of = tokens.rows
     total, heads, segments, dim = partial.shape
     rows, block_d = total * heads, triton.next_power_of_2(dim)
     filling = triton.next_power_of_2(triton.cdiv(rows, 4 * gpu_of(out.device).num_sms))
     block_rows = max(1, min(filling, FOLD_SIZE // block_d))
     _fold_kernel[(triton.cdiv(rows, block_rows),)](
-        partial, stats, out, start, mask.sinks, rows, segments,
-        NUM_HEADS=heads, Q_LEN=q_len, WINDOW=mask.window_constant, DIM=dim,
+        partial, stats, out, tokens.start, None if rows_of is None else rows_of.first,
+        None if rows_of is None else rows_of.places, mask.sinks, rows, segments,
+        NUM_HEADS=heads, Q_LEN=tokens.q_len, WINDOW=mask.window_constant, DIM=dim,
         BLOCK_ROWS=block_rows, BLOCK_D=block_d, AHEAD=FOLD_AHEAD,
         num_warps=1 if block_rows * block_d <= 512 else 4, **pdl_options(out),
     )  # fmt: skip
@@ -416,7 +429,7 @@ def _attend_path(
 
 @jit
 def _step_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, stats_ptr, page_table, start_ptr, paths_ptr, depth_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, stats_ptr, page_table, start_ptr, first_ptr, paths_ptr, depth_ptr,
     sinks_ptr, qk_scale, q_token_stride, q_head_stride, page_table_stride, num_segments,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, Q_LEN: tl.constexpr, PREFETCH_LEN: tl.constexpr,
     WHOLE: tl.constexpr, TREE: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
@@ -426,6 +439,7 @@ def _step_kernel(
 ):  # fmt: skip
     """One CTA per tile of a request's rows, K/V head, and share of its segments.
 
+    A request has Q_LEN tokens, or with `first_ptr` at most so many, but Q_LEN nodes of a tree.
     WHOLE: it folds all of them and stores the output [T, Hq, D]; else it stores each one's
     results, [T, Hq, segments, D] and [T, Hq, segments, 2].
     """
@@ -436,10 +450,14 @@ def _step_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     start = tl.load(start_ptr + request)
     table = page_table + request.to(tl.int64) * page_table_stride
+    place = request.to(tl.int64) * Q_LEN  # of the first token, or of the root among all nodes
+    first_token, q_len = place, Q_LEN
+    if first_ptr is not None:
+        first_token, q_len = tokens_of(first_ptr, request)
     first_row = (row_tile * BLOCK_M) // GROUP  # token or node
-    end_row = tl.minimum((row_tile * BLOCK_M + BLOCK_M - 1) // GROUP + 1, Q_LEN)
+    end_row = tl.minimum((row_tile * BLOCK_M + BLOCK_M - 1) // GROUP + 1, q_len)
     full = start + first_row + 1  # every row sees the positions before it, but for a window
-    high = start + Q_LEN
+    high = start + q_len
     if TREE:
         full = start + 1
         high = start // BLOCK_N * BLOCK_N  # of the blocks that all nodes share
@@ -451,24 +469,26 @@ def _step_kernel(
     k_ptr += kv_head * DIM
     v_ptr += kv_head * DIM
     first_segment = segment_of(oldest(start, WINDOW))
-    end_segment = segment_of(start + Q_LEN - 1) + 1
+    end_segment = segment_of(start + q_len - 1) + 1
     share = tl.cdiv(end_segment - first_segment, tl.num_programs(1))
     first_segment += tl.program_id(1) * share
     end_segment = tl.minimum(first_segment + share, end_segment)
+    if first_ptr is not None:
+        end_segment = tl.where(first_row < q_len, end_segment, 0)
     if PDL:
         if first_segment < end_segment:
             first = tl.maximum(segment_begin(first_segment), low)
             prefetch_kv(
-                k_ptr, v_ptr, table, first, start + Q_LEN,
+                k_ptr, v_ptr, table, first, start + q_len,
                 PAGE_SIZE, INT64_OFFSETS, ROW, DIM, BLOCK_D, PREFETCH_LEN,
             )  # fmt: skip
         tl.extra.cuda.gdc_wait()
 
     m, d = row_tile * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     row = m // GROUP
-    at = request.to(tl.int64) * Q_LEN + row
+    at = first_token + row
     head = kv_head * GROUP + m % GROUP
-    inside = m < GROUP * Q_LEN
+    inside = m < GROUP * q_len
     q_mask = inside[:, None] & (d < DIM)[None, :]
     q_ptr += (at * q_token_stride + head * q_head_stride)[:, None] + d[None, :]
     q_type: tl.constexpr = q_ptr.dtype.element_ty
@@ -478,7 +498,7 @@ def _step_kernel(
     out_row = at * (KV_HEADS * GROUP) + head
     token = row
     if TREE:
-        token = tl.load(depth_ptr + at, mask=inside, other=0)
+        token = tl.load(depth_ptr + place + row, mask=inside, other=0)
 
     target = out_row * num_segments + first_segment
     if TREE:
@@ -494,7 +514,7 @@ def _step_kernel(
                 FP8, INT64_OFFSETS, BLOCK_N, BLOCK_D, SOFTCAP, STAGES,
             )  # fmt: skip
             for node in range(first_row, end_row):
-                of_node = request.to(tl.int64) * Q_LEN + node
+                of_node = place + node
                 depth = tl.load(depth_ptr + of_node)
                 row_max, row_sum, acc = _attend_path(
                     q, segment, row, token, node, depth, paths_ptr + of_node * Q_LEN, start, low,
@@ -521,13 +541,14 @@ def _step_kernel(
 
 @jit
 def _fold_kernel(
-    partial_ptr, stats_ptr, out_ptr, start_ptr, sinks_ptr, rows, num_segments,
+    partial_ptr, stats_ptr, out_ptr, start_ptr, first_ptr, places, sinks_ptr, rows, num_segments,
     NUM_HEADS: tl.constexpr, Q_LEN: tl.constexpr, WINDOW: tl.constexpr, DIM: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr, AHEAD: tl.constexpr,
     PDL: tl.constexpr = False,
 ):  # fmt: skip
     """One CTA per BLOCK_ROWS of T * Hq: folds the segments that `_step_kernel` has stored.
 
+    Token t is one of request t // Q_LEN; with `places`, of places[t] // Q_LEN.
     AHEAD of them are loaded at once: those past the last one weigh nothing.
     """
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -537,11 +558,16 @@ def _fold_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     token = row // NUM_HEADS
-    start = tl.load(start_ptr + token // Q_LEN, mask=inside, other=0)
+    request, q_len = token // Q_LEN, Q_LEN
+    if places is not None:
+        request = tl.load(places + token, mask=inside, other=0) // Q_LEN
+        begin = tl.load(first_ptr + request, mask=inside, other=0)
+        q_len = tl.load(first_ptr + request + 1, mask=inside, other=1) - begin
+    start = tl.load(start_ptr + request, mask=inside, other=0)
     if PDL:
         tl.extra.cuda.gdc_wait()
     first = segment_of(oldest(start, WINDOW))
-    end = segment_of(start + Q_LEN - 1) + 1
+    end = segment_of(start + q_len - 1) + 1
     total_max, total_sum = begin_softmax(sinks_ptr, row % NUM_HEADS, BLOCK_ROWS)
     total = tl.zeros([BLOCK_ROWS, BLOCK_D], tl.float32)
     for least in range(tl.min(tl.where(inside, first, 1 << 30), 0), tl.max(end, 0), AHEAD):

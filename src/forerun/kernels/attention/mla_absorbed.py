@@ -47,6 +47,7 @@ from forerun.kernels.runtime.fp8 import as_bits, fp8_mode
 from forerun.kernels.runtime.gpu import gpu_of
 from forerun.kernels.runtime.jit import triton, use_triton
 from forerun.kernels.runtime.pdl import pdl_options
+from forerun.kernels.speculation.ragged import RaggedRows
 
 MAX_PART = 128  # values of a head's partial result that `combine` takes as a head of its own
 
@@ -59,6 +60,7 @@ class PagedLatent:
     latent_dim: int  # Dl
     page_table: Tensor  # [B, pages] int32
     start: Tensor  # [B] int32, position of each request's first query token
+    rows: RaggedRows | None = None  # as `PagedKV.rows`
 
     @property
     def page_size(self) -> int:
@@ -76,7 +78,7 @@ class PagedLatent:
     def as_kv(self) -> PagedKV:
         """Returns the pool with the row as K and as V of one head."""
         pool = self.pool.unsqueeze(2)
-        return PagedKV(pool, pool, self.page_table, self.start)
+        return PagedKV(pool, pool, self.page_table, self.start, self.rows)
 
 
 def mla_decode(
@@ -97,16 +99,17 @@ def mla_decode(
     on Hopper `mla_sm90.py` serves then, unless `why_not_mla_sm90` has a reason.
 
     Args:
-        q: [B * q_len, Hq, Dl + Dr], with W_UK absorbed; tokens and heads at any stride.
+        q: [T, Hq, Dl + Dr], with W_UK absorbed; tokens and heads at any stride. T = B * q_len
+            without `cache.rows`.
         cache: the latent pool.
-        q_len: tokens per request.
+        q_len: tokens per request, or at most.
         mask: the mask.
         scale: of the scores.
         num_splits: parts that the context is cut into, from `choose_mla_splits`.
         config: the Triton kernel with this tile.
 
     Returns:
-        [B * q_len, Hq, Dl] in q's dtype.
+        [T, Hq, Dl] in q's dtype.
     """
     if not use_triton(q):
         return mla_decode_ref(q, cache, q_len, mask, scale)
@@ -187,6 +190,8 @@ def build_row_tile_map(
 
 
 def _why_not_sm90(q: Tensor, cache: PagedLatent, rows: int) -> str | None:
+    if cache.rows is not None:
+        return "requests differ in their tokens"
     return why_not_mla_sm90(gpu_of(q.device), rows, cache.shape(q.dtype))
 
 
@@ -233,7 +238,9 @@ class _Launch:
             q, as_bits(cache.pool),
             _tma_descriptor(cache, config, latent) if tma else None,
             _tma_descriptor(cache, config, rope) if tma else None,
-            out, lse, cache.page_table, cache.start, cache.start if tile_map is None else tile_map,
+            out, lse, cache.page_table, cache.start,
+            None if cache.rows is None else cache.rows.first,
+            cache.start if tile_map is None else tile_map,
             q if mask.tree is None else mask.tree, self.scale * LOG2E,
             q.stride(0), q.stride(1), cache.page_table.stride(0),
             HEADS=q.shape[1], Q_LEN=q_len, LATENT=latent, ROPE=rope, PAGE_SIZE=cache.page_size,

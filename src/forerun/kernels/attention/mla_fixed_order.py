@@ -24,8 +24,10 @@ from forerun.kernels.attention.decode_kernels import (
     load_kv,
     load_page_ids,
     online_softmax_step,
+    tokens_of,
 )
 from forerun.kernels.attention.fixed_order import (
+    StepTokens,
     TreePaths,
     choose_ctas,
     finish,
@@ -58,16 +60,17 @@ def mla_fixed_order_decode(
     """`mla_decode` in a fixed order.
 
     Args:
-        q: [B * q_len, Hq, Dl + Dr], with W_UK absorbed; tokens and heads at any stride.
+        q: [T, Hq, Dl + Dr], with W_UK absorbed; tokens and heads at any stride. T = B * q_len
+            without `cache.rows`.
         cache: the latent pool; the tokens' rows are in it already.
-        q_len: tokens per request.
+        q_len: tokens per request, or at most.
         mask: causal, or a tree.
         scale: of the scores.
         kv_len_ub: the longest context, query tokens included, that a request may have.
-        paths: of a tree.
+        paths: of a tree, all of its B * q_len nodes.
 
     Returns:
-        [B * q_len, Hq, Dl] in q's dtype.
+        [T, Hq, Dl] in q's dtype.
     """
     assert (mask.mask == TREE) == (paths is not None)
     (total, heads, _), dim, batch = q.shape, cache.latent_dim, cache.start.shape[0]
@@ -84,7 +87,7 @@ def mla_fixed_order_decode(
     partial = torch.empty((*shape, dim), dtype=torch.float32, device=q.device)
     stats = torch.empty((*shape, 2), dtype=torch.float32, device=q.device)
     launch(grid, q, partial, stats, q_len)
-    fold_segments(partial, stats, out, cache.start, mask, q_len)
+    fold_segments(partial, stats, out, StepTokens(cache.start, q_len, cache.rows), mask)
     return out
 
 
@@ -133,7 +136,8 @@ class _Launch:
         latent, rope = cache.latent_dim, cache.rope_dim
         _latent_kernel[grid](
             q, as_bits(cache.pool), out, out if stats is None else stats,
-            cache.page_table, cache.start, cache.start if tile_map is None else tile_map,
+            cache.page_table, cache.start, None if cache.rows is None else cache.rows.first,
+            cache.start if tile_map is None else tile_map,
             q if paths is None else paths.nodes, q if paths is None else paths.depth,
             mask.qk_scale(self.scale), q.stride(0), q.stride(1), cache.page_table.stride(0),
             0 if stats is None else stats.shape[2],
@@ -172,7 +176,8 @@ def _attend_rows(
 
 @jit
 def _latent_kernel(
-    q_ptr, pool, out_ptr, stats_ptr, page_table, start_ptr, tile_map, paths_ptr, depth_ptr,
+    q_ptr, pool, out_ptr, stats_ptr, page_table, start_ptr, first_ptr, tile_map, paths_ptr,
+    depth_ptr,
     qk_scale, q_token_stride, q_head_stride, page_table_stride, num_segments,
     HEADS: tl.constexpr, Q_LEN: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr,
     WHOLE: tl.constexpr, TREE: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr,
@@ -181,7 +186,8 @@ def _latent_kernel(
 ):  # fmt: skip
     """One CTA per tile of a request's rows (tokens times heads), and every so many segments.
 
-    Q_LEN > 0: every request has that many tokens; the grid is (tiles, CTAs per context, requests).
+    Q_LEN > 0: every request has that many tokens, or with `first_ptr` at most; the grid is (tiles,
+    CTAs per context, requests).
     Q_LEN = 0: ragged chunks; the grid is (tiles,), each with an entry of the tile map, in rows.
     WHOLE: it folds all segments and stores the output [T, HEADS, LATENT]; else it stores each
     one's results, [T, HEADS, segments, LATENT] and [T, HEADS, segments, 2].
@@ -192,14 +198,17 @@ def _latent_kernel(
     if Q_LEN > 0:
         request = tl.program_id(2)
         first_row = tl.program_id(0) * BLOCK_M
-        q_len = Q_LEN
-        first_token = request.to(tl.int64) * Q_LEN
+        place = request.to(tl.int64) * Q_LEN  # of the first token, or of the root among all nodes
+        first_token, q_len = place, Q_LEN
+        if first_ptr is not None:
+            first_token, q_len = tokens_of(first_ptr, request)
     else:
         entry = tile_map + tl.program_id(0) * 4
         request = tl.load(entry)
         first_row = tl.load(entry + 3)
         q_len = tl.load(entry + 2) // HEADS
         first_token = (tl.load(entry + 1) // HEADS).to(tl.int64)
+        place = first_token
     start = tl.load(start_ptr + request)
     table = page_table + request.to(tl.int64) * page_table_stride
     first_node = first_row // HEADS
@@ -228,13 +237,16 @@ def _latent_kernel(
     out_row = at * HEADS + head
     token = row
     if TREE:
-        token = tl.load(depth_ptr + at, mask=inside, other=0)
+        token = tl.load(depth_ptr + place + row, mask=inside, other=0)
 
     ROW: tl.constexpr = LATENT + ROPE
     total_max, total_sum = begin_softmax(None, head, BLOCK_M)
     total = tl.zeros([BLOCK_M, BLOCK_L], tl.float32)
     first_segment = segment_of(oldest(start, WINDOW)) + tl.program_id(1)
-    for segment in range(first_segment, segment_of(last) + 1, tl.num_programs(1)):
+    end_segment = segment_of(last) + 1
+    if first_ptr is not None:
+        end_segment = tl.where(first_node < q_len, end_segment, 0)
+    for segment in range(first_segment, end_segment, tl.num_programs(1)):
         row_max, row_sum = begin_softmax(None, head, BLOCK_M)
         acc = tl.zeros([BLOCK_M, BLOCK_L], tl.float32)
         begin = tl.maximum(segment_begin(segment), low // BLOCK_N * BLOCK_N)
@@ -253,8 +265,8 @@ def _latent_kernel(
             # The blocks from that of `start` on, along the path of each node, for its rows alone.
             begin = tl.maximum(segment_begin(segment), tl.maximum(low, start) // BLOCK_N * BLOCK_N)
             for node in range(first_node, end_node):
-                depth = tl.load(depth_ptr + first_token + node)
-                path = paths_ptr + (first_token + node) * Q_LEN
+                depth = tl.load(depth_ptr + place + node)
+                path = paths_ptr + (place + node) * Q_LEN
                 end = tl.minimum(segment_begin(segment + 1), start + depth + 1)
                 for first in tl.range(begin, end, BLOCK_N, num_stages=1):
                     slots = slots_along_path(

@@ -11,6 +11,7 @@ from forerun.kernels.attention.decode_kernels import (
     load_page_ids,
     online_softmax_step,
     prefetch_latent,
+    tokens_of,
 )
 from forerun.kernels.runtime.jit import jit, tl
 
@@ -18,7 +19,7 @@ from forerun.kernels.runtime.jit import jit, tl
 @jit
 def mla_attention_kernel(
     q_ptr, pool, latent_descriptor, rope_descriptor, out_ptr, lse_ptr, page_table, start_ptr,
-    tile_map, tree_ptr, qk_scale, q_token_stride, q_head_stride, page_table_stride,
+    first_ptr, tile_map, tree_ptr, qk_scale, q_token_stride, q_head_stride, page_table_stride,
     HEADS: tl.constexpr, Q_LEN: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr,
     PAGE_SIZE: tl.constexpr, MASK: tl.constexpr, WINDOW: tl.constexpr, SPLIT_KV: tl.constexpr,
     FP8: tl.constexpr, INT64_OFFSETS: tl.constexpr, TMA: tl.constexpr, PREFETCH_LEN: tl.constexpr,
@@ -27,7 +28,8 @@ def mla_attention_kernel(
 ):  # fmt: skip
     """One CTA per tile of a request's rows (tokens times heads) and split of the positions.
 
-    Q_LEN > 0: every request has that many tokens; the grid is (tiles, splits, requests).
+    Q_LEN > 0: every request has that many tokens, or with `first_ptr` at most; the grid is (tiles,
+    splits, requests).
     Q_LEN = 0: ragged chunks; the grid is (tiles,), each with an entry of the tile map, in rows.
 
     A row of the pool [pages, PAGE_SIZE, LATENT + ROPE] is loaded once: whole it is K, its latent
@@ -40,14 +42,17 @@ def mla_attention_kernel(
     if Q_LEN > 0:
         request = tl.program_id(2)
         first_row = tl.program_id(0) * BLOCK_M
-        q_len = Q_LEN
-        first_token = request.to(tl.int64) * Q_LEN
+        place = request.to(tl.int64) * Q_LEN  # of the first token, in `tree_ptr`
+        first_token, q_len = place, Q_LEN
+        if first_ptr is not None:
+            first_token, q_len = tokens_of(first_ptr, request)
     else:
         entry = tile_map + tl.program_id(0) * 4
         request = tl.load(entry)
         first_row = tl.load(entry + 3)
         q_len = tl.load(entry + 2) // HEADS
         first_token = (tl.load(entry + 1) // HEADS).to(tl.int64)
+        place = first_token
     start = tl.load(start_ptr + request)
     table = page_table + request.to(tl.int64) * page_table_stride
 
@@ -66,6 +71,8 @@ def mla_attention_kernel(
     blocks = tl.cdiv(limit, BLOCK_N) - base
     begin = (base + blocks * split // num_splits) * BLOCK_N
     end = tl.minimum((base + blocks * (split + 1) // num_splits) * BLOCK_N, limit)
+    if first_ptr is not None:
+        end = tl.where(first_row < HEADS * q_len, end, begin)
     high = tl.maximum(end, 1)
     low = tl.minimum(low, high - 1)
     page = load_page_ids(table, begin, low, high, PAGE_SIZE, BLOCK_N)
@@ -114,7 +121,7 @@ def mla_attention_kernel(
         s += tl.dot(q_latent, tl.trans(latent), input_precision="ieee") * qk_scale
         if WINDOW >= 0 or first + BLOCK_N > full:
             position = origin + tl.arange(0, BLOCK_N)
-            tree = tree_ptr + token * WORDS
+            tree = tree_ptr + (place + row) * WORDS
             visible = attends(row, position, start, tree, q_len, MASK, WINDOW, WORDS)
             visible = visible & ((position >= first) & (position < end))[None, :]
             s = tl.where(visible, s, float("-inf"))

@@ -16,6 +16,7 @@ from forerun.kernels.cpu import library
 from forerun.kernels.cpu import step as cpu
 from forerun.kernels.runtime.fp8 import FP8, as_bits, encode_e4m3, encode_e4m3_ref
 from forerun.kernels.runtime.jit import jit, jit_no_specialize, tl, triton, use_triton
+from forerun.kernels.speculation.ragged import RaggedRows
 
 MAX_BLOCK = 64  # tokens that a CTA maps
 MAX_CHUNK = 1024  # elements of a token's K or V that a CTA copies
@@ -29,6 +30,7 @@ class PagedKV:
     v: Tensor
     page_table: Tensor  # [B, pages] int32
     start: Tensor  # [B] int32, position of each request's first query token
+    rows: RaggedRows | None = None  # which query tokens are whose; None: requests have as many
 
     @property
     def page_size(self) -> int:
