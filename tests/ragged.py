@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from forerun.core.executor import ExecutorInfo
 from forerun.core.request import Request
 from forerun.engine import engine
 from forerun.executor.step import device_step
@@ -20,14 +21,22 @@ SETTINGS: dict[str, Any] = {"speculative_adaptive": True, "speculative_ragged_ve
 
 
 class RandomWidths(WidthPolicy):
-    """Every mean width that the requests allow, in random order."""
+    """Every mean width that the requests allow, in random order, with drafts for some of them."""
 
-    def __init__(self, widths: Sequence[float]) -> None:
+    def __init__(self, widths: Sequence[float], drafts_for_some: bool) -> None:
         super().__init__(widths)
-        self._random = random.Random(len(widths))
+        self._random, self._count = random.Random(len(widths)), 0
+        self._drafts_for_some = drafts_for_some
 
-    def _choose(self, requests: Sequence[Request], max_index: int) -> int:
+    def _choose(self, requests: Sequence[Request], max_index: int) -> float:
+        self._count = len(requests)
         return self._random.choice(self.widths[: max_index + 1])
+
+    def _drafting(self, width: float) -> tuple[int, ...] | None:
+        count = self._random.randint(1, self._count) if self._count else 0
+        if width == 1 or not self._drafts_for_some or count == self._count:
+            return None
+        return tuple(self._random.sample(range(self._count), count))
 
 
 class RandomDivision:
@@ -58,4 +67,8 @@ def divide_at_random(monkeypatch: pytest.MonkeyPatch) -> RandomDivision:
 
 def choose_at_random(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tokens of a step; the step itself divides them as in service."""
-    monkeypatch.setattr(engine, "_width_policy", lambda info: RandomWidths(info.verify_widths))
+
+    def policy(info: ExecutorInfo) -> RandomWidths:
+        return RandomWidths(info.verify_widths, info.draft_costs is not None)
+
+    monkeypatch.setattr(engine, "_width_policy", policy)

@@ -16,6 +16,7 @@ from forerun.executor.graphs.cuda import CudaGraphSteps
 from forerun.executor.graphs.steps import DecodeBatch
 from forerun.executor.step import device_step as device_step_module
 from forerun.executor.step.device_step import DeviceStep
+from forerun.executor.step.inputs import DecodeInput
 from forerun.sampling.sampler import SamplingFlags
 from forerun.scheduler.adaptive_width import FixedWidth
 from forerun.speculative.base import Draft, ProposeInput
@@ -149,6 +150,33 @@ def test_the_graph_of_a_pass_has_room_for_its_padding() -> None:
 
         assert rows(0, 1) == 0 and rows(0) == 0
         assert [rows(wanted) for wanted in (6, 13, 14, 29, 30)] == [16, 16, 32, 32, 0]
+
+
+def test_drafts_are_made_for_some_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The algorithm is asked for the first ones; the others count as not verified."""
+    asked: list[tuple[int, int]] = []
+    propose = DeviceStep._propose_for_some
+
+    def recorded(step: DeviceStep, given: DecodeInput) -> Draft:
+        draft = propose(step, given)
+        asked.append((given.shape.num_drafting, len(draft.tokens)))
+        return draft
+
+    divide_at_random(monkeypatch)
+    monkeypatch.setattr(DeviceStep, "_propose_for_some", recorded)
+    with golden_llm("DFLASH", **SETTINGS) as llm:
+        assert set(llm.engine.info.draft_costs or {}) == {1, 2, 4, 8, 16, 32}
+        asked.clear()
+        kinds = [params(GREEDY, i) for i in range(len(prompts(16, False)))]
+        for _ in range(2):
+            got = generate(llm, prompts(16, False), kinds, False)
+            assert [each[0] for each in got] == reference(16, False, False)
+        estimator = device_step(llm.engine.executor).estimator
+        assert estimator is not None and int(estimator.counts[:, 0].sum()) > 0
+        llm.engine.check()
+    assert len(asked) > 3 and all(0 < some < batch for some, batch in asked)
+    with golden_llm("TOY-TREES", **SETTINGS) as llm:
+        assert llm.engine.info.draft_costs is None
 
 
 def test_a_request_never_commits_more_than_it_verifies(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -213,6 +213,8 @@ class StepPlan:
     # W of this step: tokens verified for each request of `decode`, or at most (`num_rows`)
     num_verify_tokens: int = 1
     num_rows: int = 0  # N: tokens verified for all of them; 0: W for each
+    # D, of a ragged step: drafts are made for the first D requests of `decode` only; 0: for all.
+    num_drafting: int = 0
     tracked: list[TrackedState] = field(default_factory=list)  # of requests of `decode`
     prefill: list[PrefillChunk] = field(default_factory=list)
     save_snapshots: list[SnapshotCopy] = field(default_factory=list)  # after chunks of `prefill`

@@ -31,7 +31,7 @@ from forerun.executor.memory import (
     profile_run,
 )
 from forerun.executor.resolve import Settings, resolve
-from forerun.executor.step.costs import measure_step_costs
+from forerun.executor.step.costs import measure_draft_costs, measure_step_costs
 from forerun.executor.step.deferred_observe import DeferredObserve
 from forerun.executor.step.device_step import DeviceStep
 from forerun.executor.step.slot_tables import SlotTables
@@ -143,6 +143,7 @@ class _Builder:
             prefix_lookahead=settings.caps.prefix_lookahead,
             verify_widths=settings.widths,
             step_costs=self._costs(executor),
+            draft_costs=self._draft_costs(executor),
             tree_depth=settings.caps.max_tree_depth,
             hidden_size=model.config.hidden_size,
             has_lm_head=model.has_lm_head,
@@ -345,6 +346,12 @@ class _Builder:
             largest = settings.limits.slots
             slowest = self.agreement.slowest
             return measure_step_costs(executor, settings.widths, largest, slowest)
+
+    def _draft_costs(self, executor: DeviceExecutor) -> dict[int, float] | None:
+        settings = self.settings
+        if not settings.limits.ragged or settings.caps.makes_trees:
+            return None
+        return measure_draft_costs(executor, settings.limits.slots)
 
     def _simulated(self) -> SimulatedAcceptance | None:
         settings = self.settings

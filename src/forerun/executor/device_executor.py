@@ -332,6 +332,7 @@ class DeviceExecutor:
             logprobs=LogprobQuery.of([self._logprobs(slot) for slot in slots]),
             grammars=self._grammar_batch(slots, self._catch_up),
             num_rows=plan.num_rows,
+            num_drafting=plan.num_drafting,
         )
 
     def _prefill(

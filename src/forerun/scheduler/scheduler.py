@@ -335,10 +335,23 @@ class Scheduler:
             step.choice = self.widths.choose(step.decode)
             shape = self.limits.verify_shape(len(step.decode), step.choice.width)
             step.plan.num_verify_tokens, step.plan.num_rows = shape
+            self._plan_drafting(step)
         for request in step.decode:
             request.pending.append(step.plan.num_verify_tokens)
         if self.limits.max_pending_observe:
             self._plan_deferred(step)
+
+    def _plan_drafting(self, step: ScheduledStep) -> None:
+        """Puts the requests that draft first, if that is for some only."""
+        drafting = step.choice.drafting
+        if drafting is None or not step.plan.num_rows:
+            step.choice = WidthChoice(step.choice.width)
+            return
+        others = set(range(len(step.decode))).difference(drafting)
+        order = [*drafting, *sorted(others)]
+        step.decode = [step.decode[i] for i in order]
+        step.plan.decode = [step.plan.decode[i] for i in order]
+        step.plan.num_drafting = len(drafting)
 
     def _plan_tracking(self, step: ScheduledStep) -> None:
         for request in step.decode if self.states.interval else ():

@@ -64,6 +64,7 @@ class CpuGraphSteps:
         self.step = step
         self._kv_len_ub = kv_len_ub
         self._eager = EagerSteps(step)
+        self.drafts_for_some = self._eager.drafts_for_some
         self.recorded: dict[_Key, _Recorded | None] = {}  # None: runs eagerly
         self.observes: dict[int, _RecordedObserve | None] = {}  # by batch size
 

@@ -103,6 +103,7 @@ class CudaGraphSteps:
     """The captured steps of one executor. Steps without a graph run eagerly."""
 
     captured = True
+    drafts_for_some = False
 
     def __init__(
         self,

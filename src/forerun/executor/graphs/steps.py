@@ -35,6 +35,7 @@ class DecodeBatch:
     logprobs: LogprobQuery | None = None  # of requests of the batch
     grammars: GrammarBatch | None = None  # of requests of the batch
     num_rows: int = 0  # N of a ragged pass; 0: W of every request
+    num_drafting: int = 0  # of a ragged pass: the first requests, which draft; 0: all do
 
     @property
     def shape(self) -> StepShape:
@@ -45,6 +46,7 @@ class DecodeBatch:
             self.logprobs,
             self.grammars,
             num_rows=self.num_rows,
+            num_drafting=self.num_drafting,
         )
 
 
@@ -62,6 +64,7 @@ class StepExecutor(Protocol):
     """Runs the steps of one `DeviceStep`. The next step may overwrite the tensors it returns."""
 
     captured: bool  # steps are graphs, captured at start
+    drafts_for_some: bool  # whether `DecodeBatch.num_drafting` may be set
 
     def measured_batches(self, largest: int) -> list[int]:
         """Batch sizes up to `largest` at which step costs are measured."""
@@ -83,6 +86,8 @@ class EagerSteps:
 
     def __init__(self, step: DeviceStep) -> None:
         self.step = step
+        # Backends that plan on the host would need a second plan.
+        self.drafts_for_some = step.captures_drafts and step.plan_buffers(1) is None
         # By (batch size, W), W = 0 for deferred observes. None: no backend plans on the host.
         self._buffers: dict[tuple[int, int], StepBuffers | None] = {}
 

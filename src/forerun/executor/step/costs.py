@@ -7,10 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from forerun.attention.base import HostBatch
 from forerun.executor.device_executor import DeviceExecutor
 from forerun.executor.graphs.steps import DecodeBatch
+from forerun.executor.step.inputs import StepShape
 from forerun.sampling.sampler import SamplingFlags
 
 
@@ -79,6 +81,30 @@ def _cost(
 
     executor.steps.decode(step)  # warm-up
     return shortest(seconds, budget)
+
+
+@torch.inference_mode()
+def measure_draft_costs(executor: DeviceExecutor, largest: int) -> dict[int, float] | None:
+    """Seconds of drafts by number of requests; None: a step drafts for all of them or none."""
+    step, caps, steps = executor.step, executor.step.caps, executor.steps
+    if not steps.drafts_for_some:
+        return None
+    shape = StepShape(caps.num_verify_tokens, 1 + caps.kv_reserve, SamplingFlags())
+    costs, padding = {}, executor.tables.padding_slot
+    with step.dummy_steps():
+        for count in steps.measured_batches(largest):
+            slots = executor.tables.upload([padding] * count, torch.int64)
+
+            def seconds(slots: Tensor = slots) -> float:
+                _wait(executor)
+                begin = time.monotonic()
+                step.propose(step.begin(slots, shape, proposed=True))
+                _wait(executor)
+                return time.monotonic() - begin
+
+            seconds()  # warm-up
+            costs[count] = shortest(seconds, EAGER)
+    return costs
 
 
 def shortest(seconds: Callable[[], float], budget: MeasurementBudget) -> float:

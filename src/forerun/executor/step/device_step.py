@@ -17,6 +17,7 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from forerun.attention.base import AttentionContext
 from forerun.attention.model_attention import ModelAttention, StepBuffers
@@ -238,7 +239,20 @@ class DeviceStep:
         """Lets the algorithm propose W - 1 tokens per request; none if W is 1."""
         if given.shape.num_verify_tokens == 1:
             return self.empty_draft(given.tokens.slots, 1)
+        if given.shape.num_drafting:
+            return self._propose_for_some(given)
         return self.algorithm.propose(self._propose_input(given, host))
+
+    def _propose_for_some(self, given: DecodeInput) -> Draft:
+        """Drafts of the first requests; the rows of the others are placeholders."""
+        slots, shape = given.tokens.slots, given.shape
+        few = self.begin(slots[: shape.num_drafting], shape, proposed=True)
+        draft = self.algorithm.propose(self._propose_input(few))
+        more = (0, 0, 0, len(slots) - shape.num_drafting)
+        confidence = draft.confidence
+        if confidence is not None:
+            confidence = pad(confidence, more)
+        return Draft(pad(draft.tokens, more), confidence=confidence)
 
     def propose_row_layouts(self, given: DecodeInput) -> Tensor | None:
         """Drafts in both row layouts, [2, B, D] int64; None: the algorithm has failed."""
@@ -277,7 +291,7 @@ class DeviceStep:
             next_positions = positions + 1
         row_ids, packed = ids.flatten(), None
         if shape.num_rows:
-            widths = self._divide(draft, tokens.slots, shape.num_rows)
+            widths = self._divide(draft, tokens.slots, shape)
             places = candidates, positions, tokens.kv_slots
             packed = pack_tokens(widths, shape.num_rows, ids, *places)
             tokens, row_ids, positions = tokens.packed(packed), packed.ids, packed.positions
@@ -302,8 +316,8 @@ class DeviceStep:
             packed=packed,
         )
 
-    def _divide(self, draft: Draft, slots: Tensor, num_rows: int) -> Tensor:
-        """[B] int32: how many of `num_rows` tokens of a ragged pass each request gets.
+    def _divide(self, draft: Draft, slots: Tensor, shape: StepShape) -> Tensor:
+        """[B] int32: how many of the N tokens of a ragged pass each request gets.
 
         By what their drafts are expected to survive. Of trees, whose nodes come best first, that is
         not known: all that take drafts get as many.
@@ -314,7 +328,9 @@ class DeviceStep:
         else:
             takes = (limits[slots] > 0).float().unsqueeze(1)
             survival = takes.expand(draft.tokens.shape).contiguous()
-        return allocate(survival, num_rows)
+        if shape.num_drafting:
+            survival[shape.num_drafting :] = 0.0
+        return allocate(survival, shape.num_rows)
 
     def _learn(self, verified: VerifyPass, num_committed: Tensor) -> None:
         """Tells the estimator how many of the drafts were accepted."""
@@ -323,6 +339,8 @@ class DeviceStep:
         tokens, rows = verified.given.tokens, verified.rows
         most = 1 + self.tables.max_drafts[tokens.slots]  # drafts beyond were not compared
         widths = most.clamp_max(tokens.q_len) if rows is None else torch.minimum(rows.widths, most)
+        if some := verified.given.shape.num_drafting:
+            widths[some:] = 1  # what was verified there beside it was no draft
         step = StepOutcome(tokens.slots, widths, num_committed, verified.confidence)
         self.estimator.update(step)
 

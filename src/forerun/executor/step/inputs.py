@@ -37,6 +37,7 @@ class StepShape:
     grammars: GrammarBatch | None = None  # of requests of the batch
     drafts: DraftCopy | None = None  # where the host reads the drafts, for grammars
     num_rows: int = 0  # N: tokens of all requests, at most W of each; 0: W of every request
+    num_drafting: int = 0  # the first requests, for which drafts are made; 0: for all
 
     @property
     def edits_logits(self) -> bool:
