@@ -22,6 +22,7 @@ from forerun.models.heads.gru import DominoHead
 from forerun.models.heads.markov import DSparkHead
 from forerun.models.heads.plain import PlainHead
 from forerun.models.heads.selector import SelectorHead
+from forerun.scheduler.adaptive_width import WidthChoice
 from forerun.speculative.base import Draft, ProposeInput
 from forerun.speculative.dflash import DFlash
 from tests.golden_engine import golden_llm, without_layout_check
@@ -146,7 +147,7 @@ def test_a_causal_block_is_cut_to_the_width(
         return embed(self, ids)
 
     with pair(HEADS / name, disable_cuda_graph=True) as llm:
-        monkeypatch.setattr(llm.engine.scheduler.widths, "choose", lambda requests: width)
+        monkeypatch.setattr(llm.engine.scheduler.widths, "choose", lambda _: WidthChoice(width))
         monkeypatch.setattr(DFlash, "propose", watched_propose)
         monkeypatch.setattr(DFlashDraft, "embed_block", watched_embed)
         compared = 0

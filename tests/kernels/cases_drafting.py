@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from forerun.kernels.drafting import best_token, convolution, gru, top_columns, walk
+from forerun.kernels.drafting import (
+    best_token,
+    confidence,
+    convolution,
+    gru,
+    top_columns,
+    walk,
+)
+from forerun.kernels.speculation import reliability
 from tests.kernels.compiled import Case
 
 CASES = [
@@ -101,6 +109,27 @@ CASES = [
         dict.fromkeys(("x_ptr", "base_ptr", "dynamic_ptr", "out_ptr"), "*bf16")
         | dict.fromkeys(("rows", "size", "groups", "group_size", "row_stride"), "i32"),
         {"TAPS": 2, "BLOCK": convolution.BLOCK},
+        options={"num_warps": 4},
+        wide=False,
+    ),
+    Case(
+        "confidences",
+        confidence._confidences,
+        dict.fromkeys(("hidden_ptr", "more_ptr", "weight_ptr", "bias_ptr"), "*bf16")
+        | {"out_ptr": "*fp32"}
+        | dict.fromkeys(("size", "more_size", "batch_stride", "row_stride"), "i32"),
+        {"BLOCK": confidence.BLOCK},
+        options={"num_warps": 4},
+        multiples=("size", "more_size", "batch_stride", "row_stride"),
+    ),
+    Case(
+        "reliability",
+        reliability._count_reliability,
+        {"counts_ptr": "*fp64", "confidence_ptr": "*fp32", "slots_ptr": "*i64"}
+        | {"temperature_ptr": "*fp32"}
+        | dict.fromkeys(("committed_ptr", "limits_ptr", "widths_ptr"), "*i32")
+        | dict.fromkeys(("total", "depth", "temperature_stride", "padding_slot"), "i32"),
+        {"BINS": 10, "BLOCK": reliability.BLOCK},
         options={"num_warps": 4},
         wide=False,
     ),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from forerun.core.plan import SlotSampling
 from forerun.core.sampling_params import MAX_STOP_IDS
-from forerun.kernels.sampling.params import NUM_FLOATS, STOP_IDS, SamplingBatch
+from forerun.kernels.sampling.params import NUM_FLOATS, STOP_IDS, TEMPERATURE, SamplingBatch
 from forerun.platform.device import upload
 from forerun.sampling.noise import seed_key
 
@@ -45,6 +45,11 @@ class SamplingTable:
         self._ints.index_copy_(0, slots, ints)
         floats = upload(torch.stack([p.floats for p in packed]), self.device)
         self._floats.index_copy_(0, slots, floats)
+
+    @property
+    def temperature(self) -> Tensor:
+        """[slots] float32, a column of the table; 0: greedy."""
+        return self._floats[:, TEMPERATURE]
 
     def gather(self, slots: Tensor) -> SamplingBatch:
         """The parameters of `slots` [B] int64; launches nothing."""

@@ -97,7 +97,7 @@ class DeviceStep:
         self.timer: StepTimer | None = None
         self.deferred: DeferredObserve | None = None
         self.estimator: Estimator | None = None  # of what chains survive, for ragged passes
-        self.reliability = ReliabilityTable(tables.device)
+        self.reliability = ReliabilityTable(tables)
         self._dummy = False  # see `dummy_steps`
         if any(each.needs_host_pages for each in self._attentions):
             tables.mirror_pages()
@@ -376,14 +376,9 @@ class DeviceStep:
         )
         self.attention.pools.commit(slots, num_committed, path)
         self._learn(verified, num_committed)
-        if verified.confidence is not None and self.simulate is None:
-            limits = self.tables.max_drafts[slots]
-            limits = limits.masked_fill(slots == self.tables.padding_slot, 0)
-            if rows is not None:
-                limits = torch.minimum(limits, rows.widths - 1)
-            greedy = self.tables.sampling.gather(slots).temperature <= 0
-            self.reliability.add(verified.confidence, num_committed, limits, greedy)
         widths = None if rows is None else rows.widths
+        if verified.confidence is not None and self.simulate is None:
+            self.reliability.add(verified.confidence, num_committed, slots, widths)
         out = DecodeOutput(own, num_committed, None, path, sampled.logprobs_along(path), widths)
         if width == 1 and self.deferred is not None:
             self.deferred.keep(slots, tokens.positions, hidden_states, aux)

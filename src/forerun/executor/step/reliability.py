@@ -10,39 +10,35 @@ import torch
 from torch import Tensor
 
 from forerun.core.plan import CONFIDENCE_BINS, ConfidenceCounts
+from forerun.executor.step.slot_tables import SlotTables
+from forerun.kernels.speculation.reliability import DraftsBySlot, count_reliability
 from forerun.speculative.ragged.estimator import FRACTION, Estimator
 
 
 class ReliabilityTable:
-    """Drafts, accepted ones, and the sum of their confidences, [2 * bins + 1, 3] float64. The last
-    row takes what does not count.
-    """
+    """Drafts, accepted ones, and the sum of their confidences, [2 * bins, 3] float64."""
 
-    def __init__(self, device: torch.device) -> None:
-        rows = 2 * CONFIDENCE_BINS + 1
-        self.counts = torch.zeros(rows, 3, dtype=torch.float64, device=device)
+    def __init__(self, tables: SlotTables) -> None:
+        rows = 2 * CONFIDENCE_BINS
+        self.counts = torch.zeros(rows, 3, dtype=torch.float64, device=tables.device)
         self.used = False  # some draft came with confidences
+        temperature = tables.sampling.temperature
+        self._drafts = DraftsBySlot(tables.max_drafts, temperature, tables.padding_slot)
 
     def add(
-        self, confidence: Tensor, num_committed: Tensor, limits: Tensor, greedy: Tensor
+        self, confidence: Tensor, num_committed: Tensor, slots: Tensor, widths: Tensor | None
     ) -> None:
         """Counts the drafts of a step; may be captured.
 
         Args:
             confidence: [B, D] float32.
             num_committed: [B] int32, accepted drafts and the bonus token.
-            limits: [B] int32, drafts that may be accepted; 0 in the padding slot.
-            greedy: [B] bool.
+            slots: [B] int64.
+            widths: [B] int32, tokens that were verified; None: all drafts and one.
         """
         self.used = True
-        draft = torch.arange(confidence.shape[1], device=confidence.device)
-        accepted = draft < num_committed.unsqueeze(1) - 1
-        tested = (draft < num_committed.unsqueeze(1)) & (draft < limits.unsqueeze(1))
-        bins = (confidence * CONFIDENCE_BINS).long().clamp_(0, CONFIDENCE_BINS - 1)
-        rows = bins + torch.where(greedy, 0, CONFIDENCE_BINS).unsqueeze(1)
-        rows = torch.where(tested, rows, 2 * CONFIDENCE_BINS)
-        values = torch.stack((torch.ones_like(confidence), accepted.float(), confidence), -1)
-        self.counts.index_add_(0, rows.flatten(), values.flatten(0, 1).double())
+        confidence = confidence.contiguous()
+        count_reliability(self.counts, confidence, num_committed, slots, self._drafts, widths)
 
 
 def all_counts(table: ReliabilityTable, estimator: Estimator | None) -> Tensor:
@@ -51,7 +47,7 @@ def all_counts(table: ReliabilityTable, estimator: Estimator | None) -> Tensor:
     if estimator is not None:
         estimated = estimator.counts.double()
         estimated[:, 2] /= FRACTION
-    return torch.cat((table.counts[:-1], estimated))
+    return torch.cat((table.counts, estimated))
 
 
 def confidence_counts(counts: Tensor) -> ConfidenceCounts:

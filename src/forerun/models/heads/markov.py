@@ -24,6 +24,7 @@ from torch import Tensor
 from forerun.config.schema import Size
 from forerun.core.errors import ConfigError
 from forerun.kernels.drafting.best_token import best_corrected, fits_best_corrected
+from forerun.kernels.drafting.confidence import confidences
 from forerun.kernels.runtime.jit import use_triton
 from forerun.layers.communication import WeightPlacement
 from forerun.layers.embedding import VocabEmbedding
@@ -241,5 +242,5 @@ class ConfidenceHead(Module):
 
     def __call__(self, hidden: Tensor, before: Tensor) -> Tensor:
         """hidden [B, D, H], W1 of the token before each [B, D, r] -> [B, D] float32."""
-        parts = [hidden, before] if self._reads_token else [hidden]
-        return self.proj(torch.cat([part.float() for part in parts], -1)).squeeze(-1).sigmoid()
+        more = before if self._reads_token else None
+        return confidences(hidden, more, self.proj["weight"], self.proj["bias"])
