@@ -9,7 +9,11 @@ from forerun.core.request import RequestRecord, drop_last
 from forerun.llm.output import Progress, meta_info
 
 
-@given(steps=st.lists(st.integers(1, 5), max_size=12), cut=st.integers(0, 20), data=st.data())
+@given(
+    steps=st.lists(st.integers(1, 5), max_size=12) | st.lists(st.just(1), max_size=12),
+    cut=st.integers(0, 20),
+    data=st.data(),
+)
 def test_accepted_drafts_never_exceed_the_tokens_of_their_step(
     steps: list[int], cut: int, data: st.DataObject
 ) -> None:
@@ -19,7 +23,8 @@ def test_accepted_drafts_never_exceed_the_tokens_of_their_step(
     record.output = list(range(tokens))
     record.accept_lengths = list(steps)
     record.correct_drafts = [length - 1 for length in steps]
-    record.proposed = 5 * len(steps)
+    plain = max(steps, default=1) == 1 and data.draw(st.booleans())
+    record.proposed = 0 if plain else 5 * len(steps)
     record.trim(max(tokens - cut, 0))
     held = data.draw(st.integers(0, len(record.output)))
     info = meta_info(record, Progress.of(record, len(record.output) - held))

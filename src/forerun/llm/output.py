@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -83,18 +84,41 @@ class Progress(NamedTuple):
 
 
 def make_output(
-    request: RequestRecord, progress: Progress, text: str, prompt_index: int, index: int
+    request: RequestRecord,
+    progress: Progress,
+    text: str,
+    prompt_index: int,
+    index: int,
+    prompt_token_ids: list[int] | None = None,
 ) -> RequestOutput:
+    """`prompt_token_ids`: a list of the prompt's tokens; None: a new one is made."""
     info = meta_info(request, progress)
     return RequestOutput(
         text=text,
         output_ids=progress.output[: progress.num_tokens],
         finish_reason=info["finish_reason"],
         meta_info=info,
-        prompt_token_ids=list(request.prompt),
+        prompt_token_ids=list(request.prompt) if prompt_token_ids is None else prompt_token_ids,
         prompt_index=prompt_index,
         index=index,
     )
+
+
+def _correct_drafts(progress: Progress, lengths: Sequence[int]) -> tuple[int, list[int]]:
+    """How many drafts were correct, and the number of steps by that.
+
+    A stream calls this for every event, so steps without drafts are not looked at one by one.
+    """
+    steps = progress.num_steps
+    if not progress.proposed:
+        return 0, [steps] if steps else []
+    correct = progress.correct_drafts[:steps]
+    for at in reversed(range(steps)):
+        if 0 < lengths[at] >= correct[at]:
+            break  # only the last steps are cut
+        correct[at] = min(correct[at], lengths[at])
+    counts = Counter(correct)
+    return sum(correct), [counts[accepted] for accepted in range(max(counts, default=-1) + 1)]
 
 
 def meta_info(request: RequestRecord, progress: Progress | None = None) -> dict[str, Any]:
@@ -102,13 +126,7 @@ def meta_info(request: RequestRecord, progress: Progress | None = None) -> dict[
     progress = Progress.of(request) if progress is None else progress
     tokens, steps = progress.num_tokens, progress.num_steps
     lengths = drop_last(progress.accept_lengths[:steps], progress.held)
-    correct = progress.correct_drafts[:steps]
-    for at in reversed(range(steps)):
-        if 0 < lengths[at] >= correct[at]:
-            break  # only the last steps are cut
-        correct[at] = min(correct[at], lengths[at])
-    counts = Counter(correct)
-    histogram = [counts[accepted] for accepted in range(max(counts, default=-1) + 1)]
+    total, histogram = _correct_drafts(progress, lengths)
     finish, end = (request.finish, request.finished_at) if progress.finished else (None, None)
     return {
         "id": request.rid,
@@ -119,8 +137,8 @@ def meta_info(request: RequestRecord, progress: Progress | None = None) -> dict[
         "e2e_latency": (time.monotonic() if end is None else end) - request.arrival,
         "spec_verify_ct": steps,
         "spec_accept_length": tokens / steps if steps else 0.0,
-        "spec_accept_rate": sum(correct) / progress.proposed if progress.proposed else 0.0,
-        "spec_num_correct_drafts": sum(correct),
+        "spec_accept_rate": total / progress.proposed if progress.proposed else 0.0,
+        "spec_num_correct_drafts": total,
         "spec_num_proposed_drafts": progress.proposed,
         "spec_correct_drafts_histogram": histogram,
         "spec_accept_lengths": lengths,

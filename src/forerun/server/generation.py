@@ -68,6 +68,7 @@ class Generation:
         self.restarts = 0
         self.group, self.prompt_index, self.index, self._key = place
         self._request, self._tokenizer, self._stream = request, tokenizer, stream
+        self._prompt_ids = list(request.prompt)  # of all outputs: a stream makes many
         self._begin()
 
     def _begin(self) -> None:
@@ -180,7 +181,8 @@ class Generation:
         if ended and not self._over:
             text = self._final_text()
         progress = Progress.of(record, None if ended else self._shown_tokens)
-        return partial(make_output, record, progress, text, self.prompt_index, self.index)
+        place = self.prompt_index, self.index
+        return partial(make_output, record, progress, text, *place, self._prompt_ids)
 
     def spelled(self) -> OutputText | None:
         """The text with the places of its tokens; None without a tokenizer.
