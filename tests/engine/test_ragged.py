@@ -12,6 +12,7 @@ from forerun import SamplingParams
 from forerun.attention.base import HostBatch
 from forerun.core.errors import ConfigError
 from forerun.executor.device_executor import DeviceExecutor, device_step
+from forerun.executor.graphs import cuda
 from forerun.executor.graphs.cuda import CudaGraphSteps
 from forerun.executor.graphs.steps import DecodeBatch
 from forerun.executor.step import device_step as device_step_module
@@ -117,6 +118,7 @@ def test_equal_widths_are_a_uniform_pass(algorithm: str, monkeypatch: pytest.Mon
 def test_captured_passes(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole and in two parts; batches of three are filled up with padding."""
     choose_at_random(monkeypatch)
+    monkeypatch.setattr(cuda, "DRAFTING_BATCH", 2)
     own = {**OWN.get(algorithm, {}), "page_size": 16, "overlap_depth": 1}
     with golden_llm(algorithm, **own, **SETTINGS) as llm:
         executor = llm.engine.executor
@@ -131,7 +133,10 @@ def test_captured_passes(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> Non
         test_logits.compare(test_logits.run(llm, which=range(3)), test_logits.reference()[:3])
         llm.engine.check()
         assert llm.stats()["spec_decode_num_accepted_tokens"] > 0
-    assert len({key.rows for key in steps.replays if key.size == 4 and key.rows}) > 1
+    replayed = [key for key in steps.replays if key.size == 4 and key.rows]
+    assert len({key.rows for key in replayed}) > 1
+    some = {0, 2} if steps.drafts_for_some else {0}
+    assert {key.drafting for key in replayed} == some
 
 
 def test_the_graph_of_a_pass_has_room_for_its_padding() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from forerun.executor.device_executor import DeviceExecutor
+from forerun.executor.graphs import cuda
 from forerun.executor.graphs.cuda import CudaGraphSteps
 from tests.engine import test_logits
 from tests.engine.test_matrix import GREEDY, WIDTHS, generate, hold, params, prompts
@@ -20,8 +21,9 @@ OWN: dict[str, dict[str, Any]] = {**WIDTHS, "DDTREE": {"speculative_ddtree_budge
 
 @pytest.fixture(autouse=True)
 def _random_widths(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Divided as in service: captured steps have no hook."""
+    """Divided as in service: captured steps have no hook. Small batches draft for some too."""
     choose_at_random(monkeypatch)
+    monkeypatch.setattr(cuda, "DRAFTING_BATCH", 2)
 
 
 @pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])

@@ -62,7 +62,7 @@ def test_no_step_is_much_better(case: tuple[Survivals, StepTimes]) -> None:
     """Of few requests which of them draft may be missed by a price between two that are tried."""
     survival, times = case
     got = best_budget(survival, times)
-    assert got.throughput >= 0.985 * best_of_all(survival, times)
+    assert got.throughput >= 0.93 * best_of_all(survival, times)
 
 
 @SETTINGS
@@ -96,7 +96,7 @@ def test_requests_that_pay_draft() -> None:
     easy, hard = 0.95 ** np.arange(1, 8), 0.1 ** np.arange(1, 8)
     survival = np.stack([hard, easy] * 16)
     tokens = [32 * width for width in range(1, 9)]
-    options = drafting_options(32)
+    options = drafting_options(32, 8)
     times = StepTimes(tokens, [8 + 0.02 * n for n in tokens], options, [0.1 * d for d in options])
     got = best_budget(survival, times)
     assert got.drafting == 16 and all(index % 2 for index in got.order[:16])
@@ -106,6 +106,6 @@ def test_requests_that_pay_draft() -> None:
 
 
 def test_options() -> None:
-    assert drafting_options(1) == [1] and drafting_options(3) == [1, 2, 3]
-    assert drafting_options(64) == [8, 16, 24, 32, 40, 48, 56, 64]
-    assert drafting_options(20) == [3, 6, 9, 12, 15, 18, 20]
+    assert drafting_options(1, 8) == [1] and drafting_options(31, 2) == [31]
+    assert drafting_options(64, 8) == [8, 16, 24, 32, 40, 48, 56, 64]
+    assert drafting_options(65, 2) == [32, 65] and drafting_options(32, 2) == [16, 32]

@@ -26,6 +26,7 @@ class ExecutorInfo:
     step_costs: dict[int, list[float]] | None = None
     # Of these, seconds of the drafts by number of requests; None: a step drafts for all or none.
     draft_costs: dict[int, float] | None = None
+    drafting_parts: int = 1  # of a batch, that a step can draft for; whole batches if small
     num_window_pages: int | None = None  # the same of windowed pools; None: there are none
     # Prompt tokens attend to windowed pools; False: only decode steps do.
     window_in_prefill: bool = True

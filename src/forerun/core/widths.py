@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 
 FINE_TOKENS = 64  # of a pass: from so many on they cost time, and passes are closer to each other
+DRAFTING_BATCH = 32  # requests: smaller batches draft for all or none
 _WIDTHS = (1.25, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128, 192)
 
 

@@ -392,6 +392,8 @@ def _width_policy(info: ExecutorInfo) -> WidthPolicy:
     if info.step_costs is None:
         return FixedWidth(info.verify_widths)
     if info.limits.ragged and info.tree_depth is None:
-        return RaggedWidth(info.verify_widths, info.step_costs, info.draft_costs)
+        return RaggedWidth(
+            info.verify_widths, info.step_costs, info.draft_costs, info.drafting_parts
+        )
     widths = [int(width) for width in info.verify_widths]
     return AdaptiveWidth(widths, info.step_costs, info.tree_depth)

@@ -144,6 +144,7 @@ class _Builder:
             verify_widths=settings.widths,
             step_costs=self._costs(executor),
             draft_costs=self._draft_costs(executor),
+            drafting_parts=executor.steps.drafting_parts,
             tree_depth=settings.caps.max_tree_depth,
             hidden_size=model.config.hidden_size,
             has_lm_head=model.has_lm_head,
@@ -349,9 +350,9 @@ class _Builder:
 
     def _draft_costs(self, executor: DeviceExecutor) -> dict[int, float] | None:
         settings = self.settings
-        if not settings.limits.ragged or settings.caps.makes_trees:
+        if not settings.limits.ragged:
             return None
-        return measure_draft_costs(executor, settings.limits.slots)
+        return measure_draft_costs(executor, settings.limits.slots, self.agreement.slowest)
 
     def _simulated(self) -> SimulatedAcceptance | None:
         settings = self.settings

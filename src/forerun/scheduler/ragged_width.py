@@ -29,14 +29,17 @@ class RaggedWidth(ThroughputPolicy):
         widths: Sequence[float],
         costs: Mapping[int, Sequence[float]],
         drafting: Mapping[int, float] | None = None,
+        parts: int = 8,
     ) -> None:
         """
         Args:
             widths: tokens per request, in the mean; the first is 1.
             costs: seconds of a step by batch size, one for every width.
             drafting: seconds of drafts alone by number of requests, if a step can draft for some.
+            parts: of a batch, that a step can draft for.
         """
         super().__init__(widths, StepCosts(widths, costs, drafting))
+        self._parts = parts
         self._budgets: dict[float, Budget] = {}  # of the last batch, by width
         # Of a request that none are known of: [K], not rising.
         self._prior = tuple(INITIAL_RATE**k for k in range(1, self.max_drafts + 1))
@@ -74,7 +77,7 @@ class RaggedWidth(ThroughputPolicy):
 
     def _times(self, batch: int) -> StepTimes:
         costs, draft, full = self.costs[batch], self.costs.drafting, self.max_drafts + 1
-        options = drafting_options(batch) if self.costs.drafts_apart else [batch]
+        options = drafting_options(batch, self._parts) if self.costs.drafts_apart else [batch]
         apart = draft(batch)
         return StepTimes(
             tokens=[int(captured_width(w, batch, full) * batch) for w in self.widths],

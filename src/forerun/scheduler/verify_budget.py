@@ -22,8 +22,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from forerun.core.widths import DRAFTING_BATCH
+
 PRICES = (0.0, 0.03, 0.06, 0.1, 0.15, 0.22, 0.3, 0.4, 0.5, 0.65, 0.8)  # tokens, of a verified one
-DRAFTING_OPTIONS = 8  # numbers of drafting requests that are tried, about
 
 Survivals = NDArray[np.float64]
 
@@ -55,10 +56,12 @@ class Budget:
         return self.expected / self.seconds
 
 
-def drafting_options(batch: int) -> list[int]:
-    """Numbers of requests, of so many, that a step may draft for: some, and all."""
-    step = -(-batch // DRAFTING_OPTIONS)
-    return [*range(step, batch, step), batch]
+def drafting_options(batch: int, parts: int) -> list[int]:
+    """Numbers of requests, of so many, that a step may draft for: parts of them, and all."""
+    if batch < DRAFTING_BATCH:
+        return [batch]
+    step = batch // parts
+    return [*range(step, batch - step + 1, step), batch]
 
 
 def budgets(survival: Survivals, times: StepTimes) -> list[Budget]:
@@ -95,7 +98,8 @@ def _candidates(
     """Each number of drafting requests, its seconds, and the requests in an order."""
     batch = len(survival)
     above = np.maximum(survival[None] - np.asarray(PRICES)[:, None, None], 0.0)
-    values = above.sum(-1)  # [prices, B]
+    # [prices, B]; of requests with nothing above a price, those with more below it go first.
+    values = above.sum(-1) + 1e-9 * survival.sum(-1)
     orders = np.argsort(-values, axis=1, kind="stable")
     if times.drafting[0] >= batch:
         return [(times.drafting[0], times.draft[0], orders[0])]

@@ -56,6 +56,7 @@ class CpuGraphSteps:
     """The recorded decode steps of one executor; all else runs eagerly."""
 
     captured = False
+    drafting_parts = EagerSteps.drafting_parts
 
     def __init__(self, step: DeviceStep, kv_len_ub: int) -> None:
         """`kv_len_ub`: largest number of KV slots of a request; lengths are read from tables."""
@@ -65,6 +66,7 @@ class CpuGraphSteps:
         self._kv_len_ub = kv_len_ub
         self._eager = EagerSteps(step)
         self.drafts_for_some = self._eager.drafts_for_some
+        self.repeatable = self._eager.repeatable
         self.recorded: dict[_Key, _Recorded | None] = {}  # None: runs eagerly
         self.observes: dict[int, _RecordedObserve | None] = {}  # by batch size
 

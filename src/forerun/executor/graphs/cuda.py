@@ -30,6 +30,7 @@ from forerun.attention.model_attention import StepBuffers
 from forerun.core.errors import AlgorithmError, ConfigError
 from forerun.core.logprobs import LogprobParams
 from forerun.core.plan import PrefillChunk
+from forerun.core.widths import DRAFTING_BATCH
 from forerun.executor.graphs.host_results import HostResults
 from forerun.executor.graphs.piecewise import (
     WARM_UPS,
@@ -74,9 +75,13 @@ class PassShape(NamedTuple):
     size: int  # the batch bucket
     width: int  # W
     rows: int = 0  # N, of a ragged pass
+    drafting: int = 0  # of a ragged pass: the first requests, which draft; 0: all do
 
     def __str__(self) -> str:
-        return f"{self.size} x {self.width}" + (f", {self.rows} tokens" if self.rows else "")
+        rows = f", {self.rows} tokens" if self.rows else ""
+        return f"{self.size} x {self.width}{rows}" + (
+            f", drafts for {self.drafting}" if self.drafting else ""
+        )
 
 
 @dataclass
@@ -103,7 +108,7 @@ class CudaGraphSteps:
     """The captured steps of one executor. Steps without a graph run eagerly."""
 
     captured = True
-    drafts_for_some = False
+    drafting_parts = 2
 
     def __init__(
         self,
@@ -130,6 +135,7 @@ class CudaGraphSteps:
             for size in self.sizes
         }
         self._eager = EagerSteps(step)
+        self.drafts_for_some = self._eager.drafts_for_some
         self._vocab_is_divided = step.model.vocab_is_divided
         self._flags = captured_flags(self._vocab_is_divided)
         buckets = PREFILL_BUCKETS if step.captures_prefill else ()
@@ -154,11 +160,21 @@ class CudaGraphSteps:
 
     def num_decode(self, sizes: Sequence[int]) -> int:
         """Number of decode steps that `capture` records of these batch buckets."""
-        return len(self._flags) * sum(len(self.shapes[size]) for size in sizes)
+        return len(self._flags) * len(list(self._passes(sizes)))
 
     def _passes(self, sizes: Sequence[int]) -> Iterator[PassShape]:
         for size in sizes:
-            yield from (PassShape(size, *shape) for shape in self.shapes[size])
+            for width, rows in self.shapes[size]:
+                yield PassShape(size, width, rows)
+                if drafting := self._some_of(size, width, rows):
+                    yield PassShape(size, width, rows, drafting)
+
+    def _some_of(self, size: int, width: int, rows: int) -> int:
+        """The half of the requests, if there is a pass of so many tokens that drafts for them only;
+        else 0."""
+        half = size // self.drafting_parts
+        able = self.drafts_for_some and size >= DRAFTING_BATCH
+        return half if able and 0 < rows <= size + half * (width - 1) else 0
 
     @torch.inference_mode()
     def capture(
@@ -195,6 +211,10 @@ class CudaGraphSteps:
                 self._compile_deferred()
             self._compile_sampling()
 
+    def repeatable(self, run: Callable[[], object]) -> Callable[[], None]:
+        graph, _ = self._captured(run)
+        return graph.replay
+
     def clear(self) -> None:
         """Frees all graphs."""
         self._decode.clear()
@@ -229,7 +249,9 @@ class CudaGraphSteps:
         return _DecodeGraph(graph, slots, draft, output, whole, buffers, results)
 
     def _shape_of(self, key: PassShape, flags: SamplingFlags) -> StepShape:
-        return StepShape(key.width, self.kv_len_ub, flags, num_rows=key.rows)
+        return StepShape(
+            key.width, self.kv_len_ub, flags, num_rows=key.rows, num_drafting=key.drafting
+        )
 
     def _buffers_of(self, key: PassShape) -> StepBuffers | None:
         """Buffers of backends that plan on the host; greedy and sampled graphs share them."""
@@ -397,7 +419,7 @@ class CudaGraphSteps:
         if len(batch.slots) > self.sizes[-1]:
             return self._eager.decode(batch)
         slots = self._padded(batch.slots)
-        key = self._pass_of(batch, len(slots))
+        key = self._pass_of(batch, len(slots))._replace(drafting=0)
         if key not in self._split:
             self._split[key] = self._capture_split(key)
         split = self._split[key]
@@ -465,8 +487,10 @@ class CudaGraphSteps:
         width, needed = batch.num_verify_tokens, batch.num_rows + size - len(batch.slots)
         if not batch.num_rows:
             return PassShape(size, width)
-        rows = (rows for of, rows in self.shapes[size] if of == width and rows >= needed)
-        return PassShape(size, width, next(rows, 0))
+        enough = (rows for of, rows in self.shapes[size] if of == width and rows >= needed)
+        rows = next(enough, 0)
+        some = self._some_of(size, width, rows)
+        return PassShape(size, width, rows, some if 0 < batch.num_drafting <= some else 0)
 
     def _padded(self, slots: Sequence[int]) -> tuple[int, ...]:
         """The slots, padded to the next bucket; unchanged if the batch exceeds the largest one."""

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -65,9 +65,13 @@ class StepExecutor(Protocol):
 
     captured: bool  # steps are graphs, captured at start
     drafts_for_some: bool  # whether `DecodeBatch.num_drafting` may be set
+    drafting_parts: int  # and then to multiples of such a part of the batch
 
     def measured_batches(self, largest: int) -> list[int]:
         """Batch sizes up to `largest` at which step costs are measured."""
+
+    def repeatable(self, run: Callable[[], object]) -> Callable[[], None]:
+        """Returns what runs the kernels of `run` again, as steps run theirs; to measure them."""
 
     def decode(self, batch: DecodeBatch) -> DecodeOutput:
         """Runs a decode step of B requests."""
@@ -83,16 +87,24 @@ class EagerSteps:
     """Launches every kernel separately."""
 
     captured = False
+    drafting_parts = 8
 
     def __init__(self, step: DeviceStep) -> None:
         self.step = step
         # Backends that plan on the host would need a second plan.
-        self.drafts_for_some = step.captures_drafts and step.plan_buffers(1) is None
+        able = step.captures_drafts and not step.caps.makes_trees
+        self.drafts_for_some = able and step.plan_buffers(1) is None
         # By (batch size, W), W = 0 for deferred observes. None: no backend plans on the host.
         self._buffers: dict[tuple[int, int], StepBuffers | None] = {}
 
     def measured_batches(self, largest: int) -> list[int]:
         return [1 << n for n in range(largest.bit_length())]
+
+    def repeatable(self, run: Callable[[], object]) -> Callable[[], None]:
+        def again() -> None:
+            run()
+
+        return again
 
     def decode(self, batch: DecodeBatch) -> DecodeOutput:
         slots = self.step.tables.upload(batch.slots, torch.int64)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,8 +13,10 @@ from torch import Tensor
 from forerun.attention.base import HostBatch
 from forerun.executor.device_executor import DeviceExecutor
 from forerun.executor.graphs.steps import DecodeBatch
+from forerun.executor.step.device_step import DeviceStep
 from forerun.executor.step.inputs import StepShape
 from forerun.sampling.sampler import SamplingFlags
+from forerun.speculative.base import Draft
 
 
 @dataclass(frozen=True)
@@ -84,8 +87,13 @@ def _cost(
 
 
 @torch.inference_mode()
-def measure_draft_costs(executor: DeviceExecutor, largest: int) -> dict[int, float] | None:
-    """Seconds of drafts by number of requests; None: a step drafts for all of them or none."""
+def measure_draft_costs(
+    executor: DeviceExecutor, largest: int, slowest: Callable[[float], float] = float
+) -> dict[int, float] | None:
+    """Seconds of drafts by number of requests; None: a step drafts for all of them or none.
+
+    `slowest`: as in `measure_step_costs`.
+    """
     step, caps, steps = executor.step, executor.step.caps, executor.steps
     if not steps.drafts_for_some:
         return None
@@ -94,17 +102,22 @@ def measure_draft_costs(executor: DeviceExecutor, largest: int) -> dict[int, flo
     with step.dummy_steps():
         for count in steps.measured_batches(largest):
             slots = executor.tables.upload([padding] * count, torch.int64)
+            drafts = steps.repeatable(partial(_propose, step, slots, shape))
 
-            def seconds(slots: Tensor = slots) -> float:
+            def seconds(drafts: Callable[[], None] = drafts) -> float:
                 _wait(executor)
                 begin = time.monotonic()
-                step.propose(step.begin(slots, shape, proposed=True))
+                drafts()
                 _wait(executor)
-                return time.monotonic() - begin
+                return slowest(time.monotonic() - begin)
 
             seconds()  # warm-up
             costs[count] = shortest(seconds, EAGER)
     return costs
+
+
+def _propose(step: DeviceStep, slots: Tensor, shape: StepShape) -> Draft:
+    return step.propose(step.begin(slots, shape, proposed=True))
 
 
 def shortest(seconds: Callable[[], float], budget: MeasurementBudget) -> float:
