@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 from forerun.core.plan import StepPlan
 from forerun.core.request import Request
+from forerun.scheduler.prefill_budget import MIN_TOKENS
 from forerun.scheduler.schedule_policy import SchedulePolicy
 from forerun.scheduler.step_times import MIN_EFFICIENT, StepTimes
 
@@ -83,6 +84,15 @@ class DecodeTurns:
         both = self.times.expected(tokens, True) or 0.0
         left = self._max_gap - (self._seconds - self._last_decode) - both
         return min(self.times.tokens(left), self._max_tokens) if left >= seconds else 0
+
+    def tokens_beside_decode(self, most: int) -> int:
+        """Prompt tokens of a step with decode: what fits into the rest of the time to wait."""
+        waited = self._seconds - self._last_decode
+        expected = self.times.expected(0, True)
+        if not waited or not self._max_gap or expected is None:
+            return most
+        fitting = self.times.tokens(self._max_gap - waited - expected)
+        return min(most, max(fitting, MIN_TOKENS))
 
     def enough_tokens(self) -> int:
         """Prompt tokens after which a step takes no further prompt: it would delay the first."""

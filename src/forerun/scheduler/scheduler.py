@@ -205,7 +205,9 @@ class Scheduler:
             self._choose_width(step)
             self._plan_tracking(step)
             if not tokens:
-                self._plan_prefill(step, self.prefill_budget.tokens(mixed=bool(step.decode)))
+                most = self.prefill_budget.tokens(mixed=bool(step.decode))
+                beside = self.turns.tokens_beside_decode(most) if step.decode else most
+                self._plan_prefill(step, beside)
         self.turns.planned(step.plan, step.decode)
         if not step.requests:
             return None
