@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import typer
 
+import forerun
 from forerun import SamplingParams
 from forerun.cli.flags import engine_flags
 from forerun.core.request import Request
@@ -108,6 +109,12 @@ def test_errors_in_the_reference_are_what_is_printed(
         line, _, printed = part.partition("\n")
         assert run(line.split()) == 2
         assert capsys.readouterr().err == printed
+
+
+def test_the_policy_names_all_that_is_public_in_python() -> None:
+    policy = (ROOT / "docs" / "deprecation.md").read_text(encoding="utf-8")
+    row = policy[policy.index("| `LLM`") :].partition(" of `forerun`;")[0]
+    assert sorted(re.findall(r"`(\w+)`", row)) == sorted(forerun.__all__)
 
 
 def anchors(page: Path) -> set[str]:
