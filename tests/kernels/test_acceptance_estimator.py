@@ -8,7 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.speculative.ragged.estimator import FRACTION, INITIAL_RATE, Estimator, StepOutcome
+from forerun.speculative.ragged.estimator import (
+    FRACTION,
+    INITIAL_RATE,
+    PLAIN_FADE,
+    Estimator,
+    StepOutcome,
+)
 
 CPU = torch.device("cpu")
 NO_LIMIT = torch.full((64,), 99, dtype=torch.int32)
@@ -61,6 +67,18 @@ def test_kernels_equal_their_reference(
             else:
                 torch.testing.assert_close(mine, reference, msg=each.name)
         assert not want.count[48].any() and not got.count[48].any()
+
+
+def test_plain_steps_fade_what_is_known(device: torch.device) -> None:
+    estimator = Estimator.new(3, 2, CPU)
+    estimator.count.fill_(8.0)
+    got = copy(estimator, device)
+    for each in (estimator, got):
+        each.fade(torch.tensor([0, 2], device=each.count.device))
+    want = torch.tensor([8 * PLAIN_FADE, 8, 8 * PLAIN_FADE])
+    for each in (estimator, got):
+        torch.testing.assert_close(each.count[:3, 1].cpu(), want)
+        torch.testing.assert_close(each.count[-1].cpu(), torch.full((2,), 8 * PLAIN_FADE))
 
 
 def test_nothing_is_known_at_first() -> None:

@@ -381,10 +381,9 @@ class DeviceExecutor:
         return self._copy(all_counts(table, estimator))
 
     def _due_survivals(self, slots: Sequence[int]) -> Tensor | None:
-        """[B + 1, K] float32, of `StepResult.survivals`; on a GPU not in every step."""
+        """[B + 1, K] float32, of `StepResult.survivals`; not in every step, as copies take time."""
         estimator, tables = self.step.estimator, self.tables
-        often = tables.device.type == "cpu"
-        if estimator is None or not (often or self._decode_steps % SURVIVAL_STEPS == 0):
+        if estimator is None or self._decode_steps % SURVIVAL_STEPS:
             return None
         survival = estimator.survival(tables.upload(slots, torch.int64), tables.max_drafts)
         unknown = estimator.prior.cumprod(0).unsqueeze(0)

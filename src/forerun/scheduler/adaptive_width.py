@@ -179,11 +179,14 @@ class ThroughputPolicy(WidthPolicy):
         self._exploring = False  # the last step with drafts was for exploration
         self._paid_off = False  # it was faster than plain steps
         self._steps_since_plain = 0
-        self._explored = bisect.bisect_left(self.widths[:-1], EXPLORED_WIDTH)  # index of a width
 
     @abstractmethod
     def _offers(self, requests: Sequence[Request], max_index: int) -> Sequence[Offer]:
-        """A step of each of `self.widths[: max_index + 1]`."""
+        """A step of each of `self.widths[: max_index + 1]`; those that run alike once."""
+
+    @staticmethod
+    def _explored(offers: Sequence[Offer]) -> Offer:
+        return next((each for each in offers if each.width >= EXPLORED_WIDTH), offers[-1])
 
     @abstractmethod
     def _is_new(self, request: Request) -> bool:
@@ -197,7 +200,7 @@ class ThroughputPolicy(WidthPolicy):
             uncertain = best.throughput < UNCERTAIN_GAIN * plain.throughput
             if not (uncertain and self._steps_since_plain >= REMEASURE_INTERVAL):
                 return best.width
-        elif self._explore(requests, plain, explored := offers[: self._explored + 1][-1]):
+        elif self._explore(requests, plain, explored := self._explored(offers)):
             return explored.width
         self._steps_since_plain = 0
         return 1

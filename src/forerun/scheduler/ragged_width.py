@@ -52,10 +52,17 @@ class RaggedWidth(ThroughputPolicy):
         self._prior = tuple(rows[-1])
 
     def _offers(self, requests: Sequence[Request], max_index: int) -> Sequence[Offer]:
-        found = budgets(self._survivals(requests), self._times(len(requests)))
-        self._budgets = dict(zip(self.widths, found, strict=True))
-        offers = zip(self.widths[: max_index + 1], found, strict=False)
-        return [Offer(width, each.expected, each.seconds) for width, each in offers]
+        batch, full = len(requests), self.max_drafts + 1
+        indices = [i for i, w in enumerate(self.widths) if captured_width(w, batch, full) == w]
+        found = budgets(self._survivals(requests), self._times(batch, indices))
+        self._budgets = {self.widths[i]: each for i, each in zip(indices, found, strict=True)}
+        # The pass of the next width serves, where the limit's own is not captured.
+        most = captured_width(self.widths[max_index], batch, full)
+        return [
+            Offer(width, each.expected, each.seconds)
+            for width, each in self._budgets.items()
+            if width <= most
+        ]
 
     def _drafting(self, width: float) -> tuple[int, ...] | None:
         budget = self._budgets.get(width)
@@ -75,13 +82,16 @@ class RaggedWidth(ThroughputPolicy):
         left = params.max_new_tokens - len(request.output) - len(request.pending)
         return min(params.draft_limit(self.max_drafts), max(left - 1, 0))
 
-    def _times(self, batch: int) -> StepTimes:
-        costs, draft, full = self.costs[batch], self.costs.drafting, self.max_drafts + 1
-        options = drafting_options(batch, self._parts) if self.costs.drafts_apart else [batch]
+    def _times(self, batch: int, indices: Sequence[int]) -> StepTimes:
+        """The steps of these widths."""
+        costs, draft = self.costs[batch], self.costs.drafting
+        options = [batch]
+        if self.costs.drafts_apart:
+            options = drafting_options(batch, self._parts)
         apart = draft(batch)
         return StepTimes(
-            tokens=[int(captured_width(w, batch, full) * batch) for w in self.widths],
-            verify=[costs[0], *(max(cost - apart, costs[0]) for cost in costs[1:])],
+            tokens=[int(self.widths[i] * batch) for i in indices],
+            verify=[costs[0], *(max(costs[i] - apart, costs[0]) for i in indices[1:])],
             drafting=options,
             draft=[draft(number) for number in options],
         )

@@ -337,6 +337,9 @@ class DeviceStep:
         if self.estimator is None:
             return
         tokens, rows = verified.given.tokens, verified.rows
+        if tokens.q_len == 1:
+            self.estimator.fade(tokens.slots)
+            return
         most = 1 + self.tables.max_drafts[tokens.slots]  # drafts beyond were not compared
         widths = most.clamp_max(tokens.q_len) if rows is None else torch.minimum(rows.widths, most)
         if some := verified.given.shape.num_drafting:

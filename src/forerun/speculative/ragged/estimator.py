@@ -168,6 +168,15 @@ class Estimator:
         )  # fmt: skip
         return None
 
+    def fade(self, slots: Tensor) -> None:
+        """A plain step of these slots [B]: what is known of them loses weight."""
+        if use_triton(slots):
+            ones = torch.ones_like(slots, dtype=torch.int32)
+            return self.update(StepOutcome(slots, ones, ones))
+        self.count[slots] = self.count[slots] * PLAIN_FADE
+        self.count[-1] *= PLAIN_FADE
+        return None
+
     def update_ref(self, step: StepOutcome) -> None:
         """Reference implementation of `update`."""
         slots, confidence = step.slots, step.confidence
