@@ -131,6 +131,7 @@ class ThreadRanksExecutor:
         for other in results[1:]:
             assert (other.decode, other.prefill) == (first.decode, first.prefill)
             assert (other.failed, other.error) == (first.failed, first.error)
+            assert other.decode_widths == first.decode_widths
         return first
 
     def compile_grammar(self, grammar: Grammar, client: str = "") -> None:

@@ -20,6 +20,8 @@ from forerun.layers.embedding import LMHead
 from forerun.layers.gemm import CpuGemm
 from tests.determinism import hold_bits
 from tests.golden_engine import GOLDEN
+from tests.ragged import SETTINGS as RAGGED
+from tests.ragged import divide_at_random
 
 pytestmark = pytest.mark.skipif(
     library.compiled().library is None, reason="kernels in plain PyTorch round by shape"
@@ -35,6 +37,14 @@ def test_bits_of_the_golden_target(dtype: str, with_cpu_kernels: None) -> None:
     assert ways["prefix hits"]["cached_tokens"] > 0
     assert not [name for name, way in ways.items() if way["refused"]]
     assert max(way["accept_length"] or 0 for way in ways.values()) > 1.1
+
+
+def test_bits_of_ragged_passes(monkeypatch: pytest.MonkeyPatch, with_cpu_kernels: None) -> None:
+    division = divide_at_random(monkeypatch)
+    some = [Way("ragged", {"speculative_algorithm": "NGRAM", **RAGGED})]
+    monkeypatch.setattr(determinism, "ways", lambda settings, sizes: some)
+    hold_bits(SMALL, **TARGET, dtype="bfloat16")
+    assert any(len(set(widths)) > 1 for widths in division.seen)
 
 
 @pytest.mark.exhaustive

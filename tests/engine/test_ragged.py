@@ -13,11 +13,13 @@ from forerun.attention.base import HostBatch
 from forerun.core.errors import ConfigError
 from forerun.executor.device_executor import DeviceExecutor, device_step
 from forerun.executor.graphs import cuda
+from forerun.executor.graphs.cpu import CpuGraphSteps
 from forerun.executor.graphs.cuda import CudaGraphSteps
 from forerun.executor.graphs.steps import DecodeBatch
 from forerun.executor.step import device_step as device_step_module
 from forerun.executor.step.device_step import DeviceStep
 from forerun.executor.step.inputs import DecodeInput
+from forerun.kernels.cpu import library
 from forerun.sampling.sampler import SamplingFlags
 from forerun.scheduler.adaptive_width import FixedWidth
 from forerun.speculative.base import Draft, ProposeInput
@@ -49,6 +51,8 @@ def test_output_equals_plain_decoding(
     tight: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if backend == "cpu" and library.library() is None:
+        pytest.skip("without our kernels there is no such backend")
     settings = {"page_size": page_size, "chunked_prefill_size": chunk, **SETTINGS}
     settings |= {"attention_backend": backend, "overlap_depth": overlap_depth}
     if tight:
@@ -139,6 +143,26 @@ def test_captured_passes(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert {key.drafting for key in replayed} == some
 
 
+@pytest.mark.parametrize("algorithm", ["DFLASH", "NGRAM"])
+def test_passes_recorded_on_a_cpu(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if library.library() is None:
+        pytest.skip("only our kernels are recorded")
+    choose_at_random(monkeypatch)
+    own = {"page_size": 16, "attention_backend": "cpu", "overlap_depth": 1}
+    with golden_llm(algorithm, **own, **SETTINGS) as llm:
+        executor = llm.engine.executor
+        assert isinstance(executor, DeviceExecutor)
+        steps = executor.steps
+        assert isinstance(steps, CpuGraphSteps)
+        for sampled, kind in enumerate((GREEDY, SEEDED)):
+            kinds = [params(kind, i) for i in range(3)]
+            got = generate(llm, prompts(16, False)[:3], kinds, False)
+            assert [each[0] for each in got] == reference(16, False, bool(sampled))[:3]
+        llm.engine.check()
+    ragged = [key for key, kept in steps.recorded.items() if key.shape.num_rows and kept]
+    assert len(ragged) > 2
+
+
 def test_the_graph_of_a_pass_has_room_for_its_padding() -> None:
     with golden_llm("NGRAM", **SETTINGS) as llm:
         executor = llm.engine.executor
@@ -212,11 +236,12 @@ def test_a_request_never_commits_more_than_it_verifies(monkeypatch: pytest.Monke
 
 def test_the_confident_get_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the confidences that come with the drafts."""
-    given: list[Tensor] = []
+    given: list[list[int]] = []
 
     def divide(survival: Tensor, total: int) -> Tensor:
-        given.append(allocate(survival, total))
-        return given[-1]
+        widths = allocate(survival, total)
+        given.append(widths.tolist())  # so the step is not recorded, which would not call this
+        return widths
 
     def propose(self: Sampler, step: ProposeInput) -> Draft:
         tokens = self.back(step, 3, step.num_verify_tokens - 1)
@@ -230,7 +255,7 @@ def test_the_confident_get_more(monkeypatch: pytest.MonkeyPatch) -> None:
         llm.engine.scheduler.widths = FixedWidth((1, 4))
         rules = [{"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True}] * 2
         llm.generate(input_ids=prompts(16, False)[:2], sampling_params=rules)
-    widths = [sorted(each.tolist()) for each in given if len(each) == 2]
+    widths = [sorted(each) for each in given if len(each) == 2]
     assert len(widths) > 2 and all(sum(each) == 8 for each in widths)
     assert max(each[1] for each in widths) > 4
 

@@ -42,6 +42,8 @@ from tests.models.support import _COMMON, FAMILIES, random_hf, save
 from tests.models.test_dflash import ZLAB, random_weights
 from tests.models.test_nextn import checkpoint
 from tests.models.test_quantization import two_checkpoints
+from tests.ragged import SETTINGS as RAGGED
+from tests.ragged import choose_at_random
 from tests.thread_ranks import ThreadRanksExecutor
 from tests.toy_algorithms import register_toys
 from tests.tp_models import with_a_sixth_head
@@ -204,6 +206,20 @@ def test_text_of_two_ranks(kind: str, algorithm: str | None) -> None:
             assert run(engine, kind, rotate, preempts) == want
         if algorithm in ("DFLASH", "EAGLE3") and kind == "dense":
             assert engine.stats()["spec_decode_num_accepted_tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "algorithm"),
+    [("dense", "DFLASH"), ("moe", "DDTREE"), ("mla", "NEXTN"), ("hybrid", "DFLASH")],
+)
+def test_ragged_passes_of_two_ranks(
+    kind: str, algorithm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose_at_random(monkeypatch)
+    settings = config(kind, algorithm, tp_size=2, page_size=16, **RAGGED)
+    with engine_of(settings) as engine:
+        for rotate, preempts in ((0, False), (1, True)):
+            assert run(engine, kind, rotate, preempts) == of_one_rank(kind, rotate)
 
 
 def test_a_plugin_that_fails_on_two_ranks() -> None:

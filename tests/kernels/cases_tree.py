@@ -36,12 +36,12 @@ CASES = [
             dict.fromkeys(("widths", "positions", "first_out", "packed_positions"), "*i32")
             | dict.fromkeys(("ids", "candidates", "kv_slots", "places", "rows"), "*i64")
             | dict.fromkeys(("packed_ids", "packed_kv_slots"), "*i64")
-            | {"num_rows": "i32"},
-            {"BATCH": batch, "NUM_TOKENS": width, "BATCH_BLOCK": batch, "BLOCK": width},
+            | {"num_rows": "i32", "batch": "i32"},
+            {"NUM_TOKENS": width, "BATCH_BLOCK": batch, "BLOCK": width},
             options={"num_warps": 1},
             wide=False,
         )
-        for batch, width in ((1, 8), (256, 16))
+        for batch, width in ((64, 8), (256, 16))
     ),
     *(
         Case(

@@ -236,13 +236,15 @@ def _ancestors(tree: Tensor | None, request: int, count: int) -> list[list[int]]
     if tree is None:
         return [list(range(i + 1)) for i in range(count)]
     seen = unpack_bits(tree[request : request + 1], count)[0].tolist()
-    return [[i for i in range(count) if row[i]] for row in seen]
+    return [[i for i in range(count) if row[i]] for row in seen[:count]]
 
 
 def _counts(ctx: AttentionContext) -> list[int]:
     batch = ctx.batch
     if batch.ragged is not None:
         return [count for _, count in batch.ragged]
+    if batch.rows is not None:
+        return [int(width) for width in batch.rows.widths.tolist()]
     assert batch.q_len is not None
     return [batch.q_len] * len(batch.start)
 
@@ -252,5 +254,7 @@ def _describe(ctx: AttentionContext) -> str:
     counts, batch = _counts(ctx), ctx.batch
     if batch.ragged is not None:
         return f"prefill of {' + '.join(map(str, counts))} tokens"
+    if batch.rows is not None:
+        return f"verify pass of {' + '.join(map(str, counts))} tokens"
     kind = "decode step" if batch.q_len == 1 else "verify pass"
     return f"{kind}, {len(counts)} x {batch.q_len} tokens"

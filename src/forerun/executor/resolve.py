@@ -228,7 +228,6 @@ def _check_ragged(config: EngineConfig, caps: SpecCaps) -> None:
     refused = (
         (caps.num_drafts == 0, "needs drafts; set speculative_algorithm"),
         (not config.speculative_adaptive, "needs speculative_adaptive; turn it on"),
-        (config.tp_size > 1, "divides a pass in one process, not among tp_size ranks; drop it"),
     )
     for wrong, why in refused:
         if wrong:

@@ -8,7 +8,7 @@ size, W and sampling operations, when it is first used. Recording takes about as
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 
 import torch
@@ -85,7 +85,7 @@ class CpuGraphSteps:
         if not self._records(batch):
             return self._eager.decode(batch)
         draft = self._eager.propose(batch)
-        shape = StepShape(batch.num_verify_tokens, self._kv_len_ub, batch.flags)
+        shape = replace(batch.shape, kv_len_ub=self._kv_len_ub)
         key = _Key(len(batch.slots), shape)
         if key not in self.recorded:
             self.recorded[key] = self._record(key, draft)
@@ -98,8 +98,9 @@ class CpuGraphSteps:
             old.copy_(new)
         recorded.graph.replay()
         out = recorded.output  # the next step writes it again, perhaps before this one is read
-        path = None if out.path is None else out.path.clone()
-        return DecodeOutput(out.sampled.clone(), out.num_committed.clone(), path=path)
+        path, widths = (None if x is None else x.clone() for x in (out.path, out.widths))
+        tokens = out.sampled.clone(), out.num_committed.clone()
+        return DecodeOutput(*tokens, path=path, widths=widths)
 
     def observe_deferred(self, batch: DeferredBatch) -> None:
         size = len(batch.slots)
@@ -119,9 +120,8 @@ class CpuGraphSteps:
 
     def _records(self, batch: DecodeBatch) -> bool:
         step, width = self.step, batch.num_verify_tokens
-        if len(batch.slots) * width > MAX_TOKENS or batch.shape.edits_logits:
-            return False
-        if batch.num_rows:  # few of them are alike
+        tokens = batch.num_rows or len(batch.slots) * width
+        if tokens > MAX_TOKENS or batch.shape.edits_logits:
             return False
         if step.timer is not None:  # it reads clocks
             return False

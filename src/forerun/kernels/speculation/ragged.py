@@ -14,7 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from forerun.kernels.runtime.jit import jit, tl, triton, use_triton
+from forerun.kernels.runtime.jit import jit_no_specialize, tl, triton, use_triton
+
+LEAST_BATCH = 64  # requests that the kernel has room for: batches up to it share one
 
 
 @dataclass(frozen=True)
@@ -117,19 +119,18 @@ def pack_tokens(
     )
     _pack_tokens[(batch,)](
         widths, ids, candidates, positions, kv_slots, made.first, made.places, made.rows,
-        packed.ids, packed.positions, packed.kv_slots, num_rows,
-        BATCH=batch, NUM_TOKENS=width, BATCH_BLOCK=triton.next_power_of_2(batch),
+        packed.ids, packed.positions, packed.kv_slots, num_rows, batch,
+        NUM_TOKENS=width, BATCH_BLOCK=max(LEAST_BATCH, triton.next_power_of_2(batch)),
         BLOCK=triton.next_power_of_2(width), num_warps=1 if batch <= 256 else 4,
     )  # fmt: skip
     return packed
 
 
-@jit
+@jit_no_specialize("num_rows", "batch")
 def _pack_tokens(
     widths, ids, candidates, positions, kv_slots, first_out, places, rows,
-    packed_ids, packed_positions, packed_kv_slots, num_rows,
-    BATCH: tl.constexpr, NUM_TOKENS: tl.constexpr, BATCH_BLOCK: tl.constexpr,
-    BLOCK: tl.constexpr,
+    packed_ids, packed_positions, packed_kv_slots, num_rows, batch,
+    NUM_TOKENS: tl.constexpr, BATCH_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One CTA per request, which adds up the widths before its own."""
     request = tl.program_id(0)
@@ -137,8 +138,8 @@ def _pack_tokens(
     first = tl.sum(tl.load(widths + b, mask=b < request, other=0), 0)
     width = tl.load(widths + request)
     tl.store(first_out + request, first)
-    if request == BATCH - 1:
-        tl.store(first_out + BATCH, first + width)
+    if request == batch - 1:
+        tl.store(first_out + batch, first + width)
     i = tl.arange(0, BLOCK)
     place, row = request * NUM_TOKENS + i, first + i
     inside = i < NUM_TOKENS
