@@ -169,7 +169,8 @@ def cell(load: Load, batch: int, steps: int = 1200, costs: Costs | None = None) 
     sizes = [1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 224, 256]
     single = AdaptiveWidth(singles, {b: [step(w, b) for w in singles] for b in sizes})
     drafting = {size: costs.drafting(size) / 1000 for size in sizes}
-    ragged = RaggedWidth(mixed, {b: [step(w, b) for w in mixed] for b in sizes}, drafting)
+    table = {b: [step(w, b) for w in mixed] for b in sizes}
+    ragged = RaggedWidth(mixed, table, drafting, parts=2)  # as captured steps
 
     def run(policy: WidthPolicy, divided: Divided | None = None) -> float:
         return speed(policy, Slots(load, batch), divided, partial(total_seconds, costs), steps)
@@ -242,7 +243,7 @@ def main() -> None:
             print(f"\n{name}; {full} tokens; {kind}")
             print("batch   plain    full  single  ragged  over best  over plain")
             for batch in BATCHES:
-                c = cell(Load(means, full, is_random), batch, 1200 if batch < 64 else 400)
+                c = cell(Load(means, full, is_random), batch, 800 if batch < 64 else 200)
                 speeds = "".join(f"{1000 * x:8.0f}" for x in (c.plain, c.full, c.single, c.ragged))
                 print(f"{batch:5}{speeds}{c.ratio:11.3f}{c.ragged / c.plain:12.2f}", flush=True)
 
