@@ -18,12 +18,14 @@ from tests.engine.test_algorithms import GREEDY, PROMPTS
 from tests.golden_engine import golden_llm
 
 NAMES = ["DFLASH", "DDTREE", "EAGLE3", "NEXTN", "STANDALONE"]
+# Which steps decode does not depend on the time that others have taken.
+SETTINGS = {"speculative_adaptive": True, "max_running_requests": 3, "max_mixed_step_ms": 0}
 Proposals = dict[tuple[int, int], list[int]]  # (request, position) -> drafts
 Turn = tuple[list[list[int]], list[list[int]], Proposals]  # texts, accept lengths, drafts
 
 
 def engine(name: str, chain_llm: Callable[..., LLM], **settings: Any) -> LLM:
-    settings = {"speculative_adaptive": True, "max_running_requests": 3, **settings}
+    settings = {**SETTINGS, **settings}
     make = golden_llm if name in ("DFLASH", "DDTREE") else chain_llm
     return make(name, **settings)
 
