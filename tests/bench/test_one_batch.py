@@ -105,6 +105,7 @@ def test_only_steps_of_the_whole_batch_count(algorithm: str | None, overlap_dept
     settings = {
         "chunked_prefill_size": 16,
         "max_running_requests": 4,
+        "max_mixed_step_ms": 0,  # prompts do not go first
         "overlap_depth": overlap_depth,
     }
     prompts = [[7 + i] * 64 for i in range(4)]

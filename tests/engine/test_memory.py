@@ -119,6 +119,7 @@ def graph_bytes(buckets: list[int], others: list[int], monkeypatch: pytest.Monke
         piecewise=SimpleNamespace(buckets=buckets),
         capture=capture,
         clear=lambda: None,
+        num_decode=lambda sizes: 2 * len(sizes),
     )
     return memory._graph_bytes(graphs, torch.device("cuda"))  # type: ignore[arg-type]
 

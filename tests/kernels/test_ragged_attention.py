@@ -137,7 +137,7 @@ def test_fixed_order(
 ) -> None:
     """Bit by bit."""
     for module in (fixed_order, mla_fixed_order):
-        monkeypatch.setattr(module, "choose_ctas", lambda *_: ctas)
+        monkeypatch.setattr(module, "choose_ctas", lambda *_, **__: ctas)
     got, want = pair(case_of(2, 64, device), mask, in_fixed_order)
     assert torch.equal(got, want)
     got, want = pair(case_of(1, 48, device), mask, latent_in_fixed_order)

@@ -11,7 +11,6 @@ from forerun import SamplingParams
 from forerun.core.request import Request
 from forerun.engine.engine import Engine
 from forerun.evals.timing import median, quantile
-from forerun.scheduler.prefill_budget import PrefillBudget
 from forerun_bench.one_batch import random_prompts
 
 RUNNING_LEN, SHORT_LEN = 128, 32  # prompt tokens
@@ -50,8 +49,7 @@ def run_once(engine: Engine, running: int, input_len: int, step_ms: int) -> Run:
         RequestError: the requests do not fit into the context or the K/V pool.
     """
     engine.flush_cache()
-    most = engine.scheduler.prefill_budget.tokens(mixed=False)
-    engine.scheduler.prefill_budget = PrefillBudget(most, step_ms / 1000)
+    engine.scheduler.limit_mixed_steps(step_ms / 1000)
     vocab, context = engine.info.vocab_size, engine.limits.context_length
     # Other prompts in every run: nothing is cached, and drafts are accepted as always.
     prompts = random_prompts(vocab, running + 1, max(RUNNING_LEN, input_len))

@@ -22,7 +22,7 @@ import itertools
 from bisect import insort
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from forerun.core.errors import InternalError, RequestError
 from forerun.core.logprobs import TokenLogprobs
@@ -141,17 +141,21 @@ class Scheduler:
         self.waiting = WaitingQueue(prefix, policy.longest_prefix)
         self.running: list[Request] = []  # by `Request.order`; the last is preempted first
         self._arrivals = itertools.count()
-        most = min(
-            limits.chunked_prefill_size, policy.max_prefill_tokens or limits.chunked_prefill_size
-        )
-        self.prefill_budget = PrefillBudget(most, policy.max_mixed_step)
-        self.turns = DecodeTurns(policy, most)
+        self.limit_mixed_steps(policy.max_mixed_step)
         self.held: list[Request] = []  # preempted until `resume`: their grammars take long
         self._leaving: set[Request] = set()  # ended or preempted, with steps in flight
         self._free_slots = list(range(limits.slots - 1, -1, -1))
         self._updates: list[PageTableUpdate] = []  # not in a plan yet
         self._uncleared: list[int] = []  # released pages of failed requests
         self._scheduled: deque[ScheduledStep] = deque()  # oldest first; results come in this order
+
+    def limit_mixed_steps(self, seconds: float) -> None:
+        """Sets `SchedulePolicy.max_mixed_step`, and forgets how long steps take."""
+        self.policy = replace(self.policy, max_mixed_step=seconds)
+        most = self.limits.chunked_prefill_size
+        most = min(most, self.policy.max_prefill_tokens or most)
+        self.prefill_budget = PrefillBudget(most, seconds)
+        self.turns = DecodeTurns(self.policy, most)
 
     # --- requests -------------------------------------------------------------------------------
 
