@@ -286,6 +286,24 @@ CASES: list[tuple[type[ToolParser], str, list[Event]]] = [
         '<|tool_call_argument_begin|> {"a": "\\u00e9 }"} <|tool_call_end|>',
         [Text("a"), *events_of([("now", '{"a": "\\u00e9 }"}')])],
     ),
+    # ... marks in the singular, and no arguments.
+    (
+        KimiK2Parser,
+        "<|tool_call_section_begin|><|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>"
+        " <|tool_call_end|><|tool_call_section_end|>ok",
+        [*events_of([("now", "{}")]), Text("ok")],
+    ),
+    # GLM: the name on a line of its own, and a mark that is missing.
+    (
+        Glm45Parser,
+        "<tool_call>\nf\n<arg_key>s</arg_key>\n<arg_value>a</arg_value>\n</tool_call>",
+        events_of([("f", '{"s": "a"}')]),
+    ),
+    (
+        Glm45Parser,
+        "<tool_call>now\n<tool_call>now</tool_call>",
+        [CallStart("now"), CallBroken(), Text("<tool_call>now"), *events_of([("now", "{}")])],
+    ),
     # Gemma: quotes of JSON, words without quotes, lists in objects.
     (
         Gemma4Parser,
@@ -346,6 +364,20 @@ CASES: list[tuple[type[ToolParser], str, list[Event]]] = [
         HarmonyParser,
         "<|channel|>analysis to=browser.search<|message|>{}<|call|>",
         [Text("<|channel|>analysis to=browser.search<|message|>{}")],
+    ),
+    # ... and messages that the next one ends.
+    *(
+        (
+            HarmonyParser,
+            f"<|channel|>analysis<|message|>a{mark}<|channel|>final<|message|>b",
+            [Reasoning("a"), Text("b")],
+        )
+        for mark in ("", "<|start|>assistant")
+    ),
+    (
+        HarmonyParser,
+        "<|channel|>commentary<|message|>a<|channel|>commentary to=functions.now<|message|>{}",
+        [Text("a"), *events_of([("now", "{}")])],
     ),
     (HarmonyParser, "<|channel|>final<|message|>a<|end|><|start|>assi", [Text("a")]),
     (HarmonyParser, "<|channel|>analysis<|message|>hm", [Reasoning("hm")]),
@@ -433,6 +465,7 @@ def test_reasoning_in_channels() -> None:
     text = "<|channel|>analysis<|message|>a<|end|><|start|>assistant"
     assert HARMONY.length(text, opened=False) == len(text) - len("<|start|>assistant")
     assert HARMONY.length(text + text, opened=False) == 2 * len(text) - len("<|start|>assistant")
+    assert HARMONY.length("<|channel|>analysis<|message|>a<|channel|>final", opened=False) == 31
     assert HARMONY.length("<|channel|>analysis<|message|>a", opened=False) is None
     assert HARMONY.length("<|channel|>final<|message|>a", opened=False) == 0
     kept = parse(HarmonyParser({}, separate_reasoning=False), f"{text}<|channel|>final<|message|>b")

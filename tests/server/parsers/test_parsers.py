@@ -252,6 +252,34 @@ CASES: list[tuple[type[ToolParser], str, list[Event]]] = [
         '<tool_call>{"id": {"x": ["y"]}, "name": "gr\\u00f6\\u00dfe", "type": "function"}',
         events_of([("größe", "{}")]),
     ),
+    (HermesParser, '<tool_call>{"name": "f", "arguments": ""}', events_of([("f", "{}")])),
+    (
+        HermesParser,
+        '<tool_call>{"name": "f", "parameters": {"a": 1}}</tool_call>',
+        events_of([("f", '{"a": 1}')]),
+    ),
+    # Several calls between the marks; a mark that is missing; no call after one.
+    (
+        HermesParser,
+        '<tool_call>\n{"name": "f"}\n{"name": "get_weather"}\n</tool_call>\nok',
+        [*events_of([("f", "{}"), ("get_weather", "{}")]), Text("ok")],
+    ),
+    (
+        HermesParser,
+        '<tool_call>[{"name": "f"}, {"name": "get_weather"}]</tool_call>',
+        events_of([("f", "{}"), ("get_weather", "{}")]),
+    ),
+    (
+        HermesParser,
+        '<tool_call>{"name": "f"}\n<tool_call>{"name": "get_weather"}</tool_call>',
+        events_of([("f", "{}"), ("get_weather", "{}")]),
+    ),
+    (
+        HermesParser,
+        '<tool_call> \n<tool_call>{"name": "f"}</tool_call>',
+        [Text("<tool_call>"), *events_of([("f", "{}")])],
+    ),
+    (HermesParser, "<tool_call> <to", [Text("<tool_call> <to")]),
     # Text again: an unknown function, wrong types, other keys, keys twice, not JSON.
     *(
         (HermesParser, text, [Text(text)])
@@ -260,9 +288,9 @@ CASES: list[tuple[type[ToolParser], str, list[Event]]] = [
             '<tool_call>{"name": 5, "arguments": {}}</tool_call>',
             '<tool_call>{"arguments": [], "name": "f"}</tool_call>',
             '<tool_call>{"arguments": "[]", "name": "f"}</tool_call>',
+            '<tool_call>{"arguments": {}, "parameters": {}, "name": "f"}</tool_call>',
             '<tool_call>{"arguments": {}, "arguments": {}, "name": "f"}</tool_call>',
             '<tool_call>{"city": "Paris"}</tool_call>',
-            '<tool_call>[{"name": "f"}]</tool_call>',
             '<tool_call>{"name": "\\ud800"}</tool_call>',
             "<tool_call>f(1)</tool_call>",
             "<tool_call>",
@@ -406,3 +434,36 @@ def test_calls_inside_of_reasoning_are_reasoning() -> None:
     parser = OutputParser(ReasoningParser(opened=True), HermesParser(FUNCTIONS))
     found = parse(parser, f"I could write {call}.</think>\n\n{call}")
     assert found == [Reasoning(f"I could write {call}."), *events_of([("f", "{}")])]
+
+
+CALL = hermes([("f", '{"a": "</tool_call>"}')])
+CALLED = events_of([("f", '{"a": "</tool_call>"}')])
+# (text after "<think>", events)
+UNENDED: list[tuple[str, list[Event]]] = [
+    (f"hm\n{CALL}", [Reasoning("hm"), *CALLED]),
+    (f"hm <tool_call> hm\n\n{CALL}\n{CALL}\n", [Reasoning("hm <tool_call> hm"), *CALLED, *CALLED]),
+    (CALL, CALLED),
+    (f"hm {CALL}</think>\n", [Reasoning("hm"), *CALLED]),
+    (f"hm {CALL}</think>ok", [Reasoning(f"hm {CALL}"), Text("ok")]),
+    (f"hm {CALL} it is", [Reasoning(f"hm {CALL} it is")]),
+    (f"hm {CALL}{CALL[:-30]}", [Reasoning(f"hm {CALL}{CALL[:-30]}")]),
+    (f"hm {CALL[:-30]}", [Reasoning(f"hm {CALL[:-30]}")]),
+    ("hm <tool", [Reasoning("hm <tool")]),
+]
+
+
+@pytest.mark.parametrize(("text", "want"), UNENDED, ids=range(len(UNENDED)))
+def test_calls_at_the_end_of_reasoning_without_an_answer_are_calls(
+    text: str, want: list[Event]
+) -> None:
+    for opened, whole in ((True, text), (False, f"<think>{text}")):
+        for pieces in ((whole,), tuple(whole)):
+            parser = OutputParser(ReasoningParser(opened), HermesParser(FUNCTIONS))
+            assert parse(parser, *pieces) == want
+
+
+def test_reasoning_is_streamed_beside_marks_of_calls() -> None:
+    """What is no call does not wait."""
+    parser = OutputParser(ReasoningParser(opened=True), HermesParser(FUNCTIONS))
+    assert parser.feed("I write <tool_call>{x") == [Reasoning("I write <tool_call>{x")]
+    assert parser.feed(" y <tool") == [Reasoning(" y")]

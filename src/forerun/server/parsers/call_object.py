@@ -1,22 +1,26 @@
-"""A tool call that is a JSON object: {"name": ..., "arguments": {...}}, in any order."""
+"""A tool call that is a JSON object: {"name": ..., "arguments": {...}}, in any order.
+
+Models of all families write "parameters" at times, as Llama does.
+"""
 
 from __future__ import annotations
 
 from forerun.server.parsers.json_object import Expect, JsonScanner, Malformed, decoded_string
 
 NAME = "name"
+ARGUMENTS = ("arguments", "parameters")
 IGNORED_KEYS = ("id", "type")
 
 
 class CallObject:
     """Takes the object's characters; the name and the arguments are there as soon as they are read.
 
-    Arguments are an object, or a string that holds one, or null. Arguments before the name wait.
+    Arguments are an object, a string that holds one or nothing, or null. Arguments before the name
+    wait.
     """
 
-    def __init__(self, argument_keys: tuple[str, ...]) -> None:
+    def __init__(self) -> None:
         self.name: str | None = None
-        self._argument_keys = argument_keys
         self._json = JsonScanner()
         self._seen: set[str] = set()
         self._key = ""
@@ -71,15 +75,15 @@ class CallObject:
 
     def _on_string(self, value: str, is_key: bool) -> None:
         if is_key:
-            known = (NAME, *self._argument_keys, *IGNORED_KEYS)
-            kind = "arguments" if value in self._argument_keys else value
+            known = (NAME, *ARGUMENTS, *IGNORED_KEYS)
+            kind = "arguments" if value in ARGUMENTS else value
             if value not in known or kind in self._seen:
                 raise Malformed
             self._seen.add(kind)
             self._key = value
         elif self._key == NAME:
             self.name = value
-        else:
+        elif value.strip():
             self._waiting.append(_checked_object(value))
             self._has_arguments = True
 
@@ -87,7 +91,7 @@ class CallObject:
         """A value begins that is not a string."""
         if self._key == NAME:
             raise Malformed
-        if self._key in self._argument_keys and char != "n":  # null: none
+        if self._key in ARGUMENTS and char != "n":  # null: none
             if char != "{":
                 raise Malformed
             self._has_arguments = self._streams = True

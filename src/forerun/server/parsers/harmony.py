@@ -32,7 +32,7 @@ _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _MAX_HEADER = 512  # characters
 _LEADING = re.compile(  # the messages of reasoning that an output begins with
     r"(?:\s*(?:<\|start\|>assistant)?\s*<\|channel\|>analysis\s*<\|message\|>.*?"
-    r"(?:<\|end\|>|(?=<\|start\|>)|(\Z)))+",
+    r"(?:<\|end\|>|(?=<\|start\|>|<\|channel\|>)|(\Z)))+",
     re.DOTALL,
 )
 
@@ -93,7 +93,8 @@ class HarmonyParser(ToolParser):
         while self._char:
             header = yield from self._header()
             if header:
-                yield from self._guarded(self._message(header))
+                held = yield from self._guarded(self._message(header))
+                self._raw = [held] if held else self._raw
             elif header is None:
                 held, self._raw = "".join(self._raw), []
                 yield from self._body(Text, held)

@@ -3,6 +3,8 @@
 <tool_call>
 {"name": "get_weather", "arguments": {"city": "Paris"}}
 </tool_call>
+
+Now and then there are several calls, or a list of them, between the marks.
 """
 
 from __future__ import annotations
@@ -26,6 +28,5 @@ class HermesParser(ObjectCallParser):
     )
 
     def _calls(self) -> Reading[None]:
-        yield from self._spaces()
-        yield from self._object()
+        yield from self._objects()
         yield from self._closing(END)

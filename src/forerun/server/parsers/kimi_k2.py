@@ -2,6 +2,8 @@
 
 <|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>
 {"city": "Paris"}<|tool_call_end|><|tool_calls_section_end|>
+
+Some answers leave out the "s" of the section's marks.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ _PREFIX = "functions."
 
 
 class KimiK2Parser(MarkedCallParser):
-    markers = (SECTION_BEGIN,)
+    markers = (SECTION_BEGIN, SECTION_BEGIN.replace("calls", "call"))
+    other_closings = (SECTION_END.replace("calls", "call"),)
     name_ends = "<"
     call_id = "functions.{name}:{index}"
     syntax = CallSyntax(

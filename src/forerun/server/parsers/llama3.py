@@ -17,7 +17,6 @@ START, END = "<|python_start|>", "<|python_end|>"  # of Llama 4
 
 class Llama3Parser(ObjectCallParser):
     markers = (TAG, START)
-    argument_keys = ("parameters", "arguments")
     syntax = CallSyntax(
         opening=TAG,
         begin=('{"name": "', '", "parameters": '),

@@ -12,6 +12,7 @@ class MarkedCallParser(ToolParser):
     """Reads `CallSyntax`, with any space where it has one or between its parts."""
 
     name_ends: ClassVar[str]  # characters, none of which is in a name
+    other_closings: ClassVar[tuple[str, ...]] = ()  # read as `syntax.closing` is
 
     def _calls(self) -> Reading[None]:
         closing = self.syntax.closing.strip()
@@ -24,7 +25,7 @@ class MarkedCallParser(ToolParser):
             if self.syntax.one_each:
                 yield from self._closing(closing)
                 return
-            if (yield from self._closing(first, closing)) != first:
+            if (yield from self._closing(first, closing, *self.other_closings)) != first:
                 return
             yield from self._words(" ".join(others))
 
@@ -34,6 +35,7 @@ class MarkedCallParser(ToolParser):
         Returns:
             What was read last.
         """
+        yield from self._spaces()
         name = yield from self._name(self.name_ends)
         yield from self._words(self.syntax.begin[1])
         self._announce(self._function(name))
@@ -53,7 +55,11 @@ class MarkedCallParser(ToolParser):
             Malformed: something else.
         """
         yield from self._spaces()
-        yield from self._arguments()
+        if self._char and self.syntax.end.strip().startswith(self._char):  # none
+            self._argue("{}")
+            self._complete()
+        else:
+            yield from self._arguments()
         yield from self._ending(self.syntax.end)
         return self.syntax.end
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from forerun.server.parsers.call_object import CallObject
 from forerun.server.parsers.json_object import Malformed
 from forerun.server.parsers.scanner import Reading
@@ -11,10 +9,8 @@ from forerun.server.parsers.tool_parser import ToolParser
 
 
 class ObjectCallParser(ToolParser):
-    argument_keys: ClassVar[tuple[str, ...]] = ("arguments",)
-
     def _objects(self) -> Reading[None]:
-        """One call, or a list of them. A list may end before its bracket.
+        """Calls one after another, or a list of them. A list may end before its bracket.
 
         Raises:
             Malformed: something else.
@@ -22,6 +18,10 @@ class ObjectCallParser(ToolParser):
         yield from self._spaces()
         if self._char != "[":
             yield from self._object()
+            yield from self._spaces()
+            while self._char == "{":
+                yield from self._object()
+                yield from self._spaces()
             return
         word = yield from self._literal("[")
         while word in ("[", ","):
@@ -35,7 +35,7 @@ class ObjectCallParser(ToolParser):
         Raises:
             Malformed: something else.
         """
-        call = CallObject(self.argument_keys)
+        call = CallObject()
         while not call.done:
             if not self._char:
                 raise Malformed

@@ -7,7 +7,7 @@ the pieces in which the text arrives.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from typing import TypeVar
 
 from forerun.server.parsers.events import Event, Reasoning, Text, merged
@@ -64,13 +64,13 @@ class Scanner(ABC):
         A marker's first character must not occur in it again. Spaces before a marker are left out.
 
         Args:
-            held: text before it, not emitted yet.
+            held: text before it, not emitted yet. It may end with the beginning of a marker.
 
         Returns:
             The spaces and the marker; "" at the end of the text.
         """
         prefixes = {marker[:n] for marker in markers for n in range(1, len(marker) + 1)}
-        space, candidate = held, ""
+        space, candidate = split_before(held, prefixes)
         while self._char:
             if candidate + self._char in prefixes:
                 candidate += self._char
@@ -98,3 +98,12 @@ class Scanner(ABC):
             self._trims = False
             start = (self._at if end is None else end) - len(text)
             self._events.append(Text(text, start) if kind is Text else kind(text))
+
+
+def split_before(text: str, prefixes: Collection[str]) -> tuple[str, str]:
+    """A text up to the longest one of `prefixes` that it ends with, and that; "": none."""
+    size = min(len(text), max(map(len, prefixes), default=0))
+    while size and text[-size:] not in prefixes:
+        size -= 1
+    end = len(text) - size
+    return text[:end], text[end:]

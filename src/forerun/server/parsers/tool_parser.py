@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from forerun.server.parsers.call_syntax import CallSyntax
 from forerun.server.parsers.events import Arguments, CallBroken, CallEnd, CallStart, Text
 from forerun.server.parsers.json_object import JsonScanner, Malformed
-from forerun.server.parsers.scanner import SPACES, Reading, Scanner
+from forerun.server.parsers.scanner import SPACES, Reading, Scanner, split_before
 
 MAX_NAME_LENGTH = 256
 
@@ -33,6 +33,10 @@ class ToolParser(Scanner):
         self._marker = ""  # what the calls that are being read began with
         self._announced: str | None = None  # the call that is being read
         super().__init__()
+
+    def another(self) -> ToolParser:
+        """A parser of another text with calls of the same functions."""
+        return type(self)(self._functions)
 
     @classmethod
     def written_as(cls, template: str) -> type[ToolParser]:
@@ -61,25 +65,33 @@ class ToolParser(Scanner):
         if self._char != bare:
             return held
         self._raw = [held]
-        yield from self._guarded(self._calls())
-        return ""
+        return (yield from self._guarded(self._calls()))
 
     def _read(self) -> Reading[None]:
         held = yield from self._beginning()
         while marker := (yield from self._text(self.markers, held=held)):
-            held, self._raw, self._marker = "", [marker], marker.strip()
-            yield from self._guarded(self._calls())
+            self._raw, self._marker = [marker], marker.strip()
+            held = yield from self._guarded(self._calls())
 
-    def _guarded(self, calls: Reading[None]) -> Reading[None]:
-        """Reads calls; what is malformed becomes text, and reading goes on after that."""
+    def _guarded(self, calls: Reading[None]) -> Reading[str]:
+        """Reads calls; what is malformed becomes text, and reading goes on after that.
+
+        Returns:
+            What was consumed and is not emitted yet: the next marker may have begun in it.
+        """
         try:
             yield from calls
+            return ""
         except Malformed:
             if self._announced is not None:
                 self._events.append(CallBroken(cut=not self._char))
             self._announced = None
-            self._emit(Text, "".join(self._raw))
-        self._raw = []
+            beginnings = {marker[:n] for marker in self.markers for n in range(1, len(marker))}
+            text = split_before("".join(self._raw), beginnings)[0].rstrip(" \t\r\n")
+            held = "".join(self._raw)[len(text) :]
+            self._emit(Text, text, self._at - len(held))
+            self._raw = []
+            return held
 
     # --- pieces of formats ----------------------------------------------------------------------
 
