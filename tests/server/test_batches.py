@@ -32,6 +32,7 @@ from tests.server.test_tools import PLAIN
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 ASK = {"messages": [{"role": "user", "content": "Is it warm?"}]}
+FORM: Any = {"headers": {"Content-Type": "multipart/form-data"}}
 ENGINE: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_running_requests": 4}
 
 
@@ -147,7 +148,7 @@ def test_an_output_goes_on(tmp_path: Path) -> None:
     files = Files(source, output)
     ok = {"status_code": 200, "request_id": "r", "body": {}}
     first = {"id": "batch_req_2", "custom_id": "b", "response": ok, "error": None}
-    output.write_bytes(jsonl(first) + b'{"id": "batch_req_1", "cus')
+    output.write_bytes(jsonl(first) + b'{"id":"batch_req_1","cus')
     with _opened(output) as file:
         done = read_results(file, output)
         with pytest.raises(ConfigError, match="being written by another process"):
@@ -159,12 +160,19 @@ def test_an_output_goes_on(tmp_path: Path) -> None:
         output.write_bytes(jsonl(wrong))
         with _opened(output) as file, pytest.raises(ConfigError, match="of another input"):
             _counts(files, read_results(file, output), 10_000)
-    output.write_text("my notes\n")
-    with _opened(output) as file, pytest.raises(ConfigError, match="no result of a batch"):
-        read_results(file, output)
-    assert output.read_text() == "my notes\n"
+    for others in (b"my notes\n", b"my notes", jsonl(first) + b"my notes", jsonl(line("a"))[:-1]):
+        output.write_bytes(others)
+        with _opened(output) as file, pytest.raises(ConfigError, match="no result of a batch"):
+            read_results(file, output)
+        assert output.read_bytes() == others
+    output.write_bytes(jsonl(first) + b'{"id":"ba')
+    with _opened(output) as file:
+        assert set(read_results(file, output)) == {2}
+    assert output.read_bytes() == jsonl(first)
     with pytest.raises(ConfigError, match="cannot be written"):
         _opened(tmp_path / "no" / "x")
+    with pytest.raises(ConfigError, match="is not a file"):
+        _opened(Path("/dev/null"))
     source.write_bytes(b"\n")
     with pytest.raises(ConfigError, match="is empty"):
         _counts(files, {}, 10_000)
@@ -243,6 +251,10 @@ def test_batches_over_http(tmp_path: Path) -> None:
         assert "the batch is for" in errors["batch_req_4"]["error"]["message"]
         assert [each.id async for each in client.batches.list()] == [batch.id]
         assert len([each async for each in client.files.list()]) == 3
+        (sent,) = [each.id async for each in client.files.list(purpose="batch")]
+        assert sent == batch.input_file_id
+        first, *_ = [each.id async for each in client.files.list(order="asc")]
+        assert first == batch.input_file_id
         assert (await client.batches.cancel(batch.id)).status == "completed"
         assert (await client.files.delete(batch.input_file_id)).deleted
         for call in (
@@ -301,6 +313,13 @@ def test_a_batch_without_a_folder_or_a_purpose(tmp_path: Path) -> None:
     async def purpose(client: openai.AsyncOpenAI) -> None:
         with pytest.raises(openai.BadRequestError, match="purpose must be 'batch'"):
             await client.files.create(file=b"x", purpose="fine-tune")
+        for form, files, words in (
+            ({}, {"file": b"x"}, "purpose is missing; the body is multipart/form-data"),
+            ({"purpose": "batch"}, {"other": b"x"}, "file is missing"),
+            ({"purpose": "batch", "file": "x"}, {"other": b"x"}, "file must be a file"),
+        ):
+            with pytest.raises(openai.BadRequestError, match=words):
+                await client.post("/files", cast_to=object, body=form, files=files, options=FORM)
 
     use(purpose, batch_folder=str(tmp_path))
     (tmp_path / "file").touch()

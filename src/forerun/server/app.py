@@ -163,6 +163,8 @@ def _add_error_handlers(app: FastAPI) -> None:
             message = f"There is no {shown(request.url.path)}.{nearest(request.url.path, paths)}"
         elif error.status_code == 405:
             message = f"{request.url.path} does not take {request.method}."
+        elif error.status_code == 400 and error.__cause__ is not None:  # of FastAPI, in few words
+            message = f"The body cannot be read: {_reason(error.__cause__)}."
         return ApiError(error.status_code, message, headers=error.headers).response()
 
     @app.exception_handler(ClientDisconnect)
@@ -190,6 +192,19 @@ def _path(loc: Sequence[int | str], body: Any) -> str:
     return ".".join(places)
 
 
+def _reason(error: BaseException) -> str:
+    """Why a body cannot be read."""
+    match error:
+        case RecursionError():
+            return "its JSON is nested too deeply"
+        case UnicodeDecodeError():
+            return f"it is not UTF-8 at byte {error.start}"
+        case ValueError():
+            return "it has a number of too many digits"
+        case _:
+            return str(error)
+
+
 def _invalid(problem: Mapping[str, Any], body: Any) -> ApiError:
     """One line about the first thing that is wrong with a body."""
     in_body = problem["loc"][0] == "body"
@@ -201,6 +216,10 @@ def _invalid(problem: Mapping[str, Any], body: Any) -> ApiError:
         return ApiError(400, f"The body is not valid JSON: {reason}, at character {at}.")
     if kind == "parameter":  # our own words
         return ApiError(400, message, param=path or None)
+    if not path and len(problem["loc"]) > 1:
+        name = str(problem["loc"][1])
+        what = "is missing" if kind == "missing" else "must be a file"
+        return ApiError(400, f"{name} {what}; the body is multipart/form-data.", param=name)
     if not path:
         return ApiError(400, "The body must be a JSON object, with Content-Type application/json.")
     if kind == "missing":

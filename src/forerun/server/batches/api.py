@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Form, UploadFile
 from pydantic import Field
@@ -16,7 +15,7 @@ from forerun.server.batches.jobs import RESULTS, BatchJobs, new_batch
 from forerun.server.http.errors import ApiError, json_response
 from forerun.server.http.exchange import current_exchange
 from forerun.server.http.strict_model import StrictModel
-from forerun.server.openai.stored_responses import Limit, item_page
+from forerun.server.openai.stored_responses import Limit, Order, item_page
 
 MAX_NAME = 255
 
@@ -50,9 +49,16 @@ def _add_files(router: APIRouter, jobs: BatchJobs | None) -> None:
         return json_response(await add)
 
     @router.get("/v1/files")
-    async def files(limit: Limit = 100, after: str | None = None) -> Response:
-        """All files, the newest first."""
-        return json_response(_page(_folder(jobs).records(FILE), limit, after))
+    async def files(
+        limit: Limit = 100,
+        order: Order = "desc",
+        after: str | None = None,
+        purpose: str | None = None,
+    ) -> Response:
+        """All files, or those of a purpose; the newest first, unless `order` is "asc"."""
+        records = _folder(jobs).records(FILE)
+        kept = [each for each in records if purpose in (None, each["purpose"])]
+        return json_response(item_page(kept, limit, order, after))
 
     @router.get("/v1/files/{ident}")
     async def file(ident: str) -> Response:
@@ -92,7 +98,7 @@ def _add_batches(router: APIRouter, jobs: BatchJobs | None) -> None:
         """All batches, the newest first."""
         key = current_exchange.get().key
         records = [_of(jobs).get(key, each["id"]) for each in _folder(jobs).records(BATCH)]
-        return json_response(_page([_shown(each) for each in records], limit, after))
+        return json_response(item_page([_shown(each) for each in records], limit, "desc", after))
 
     @router.get("/v1/batches/{ident}")
     async def batch(ident: str) -> Response:
@@ -123,7 +129,3 @@ def _of(jobs: BatchJobs | None) -> BatchJobs:
 
 def _folder(jobs: BatchJobs | None) -> KeyFolder:
     return _of(jobs).folder.of(current_exchange.get().key)
-
-
-def _page(records: Sequence[Record], limit: int, after: str | None) -> dict[str, Any]:
-    return item_page(records, limit, "desc", after)

@@ -22,6 +22,11 @@ ENDED = ("completed", "failed", "expired", "cancelled")  # batches
 _IDENT = re.compile(r"(file-|batch_)[0-9a-f]{32}")
 
 
+def new_ident(begin: str) -> str:
+    """An id for a file or a batch; ids sort as they were made."""
+    return f"{begin}{time.time_ns():016x}{uuid4().hex[:16]}"
+
+
 @dataclass(frozen=True)
 class Limits:
     """The most that each API key may have."""
@@ -43,7 +48,7 @@ class KeyFolder:
             ApiError: there is no room.
         """
         self.check_room(1)
-        ident = f"file-{uuid4().hex}"
+        ident = new_ident("file-")
         with self.content(ident).open("wb") as target:
             if source is not None:
                 shutil.copyfileobj(source, target)

@@ -8,10 +8,17 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
-from uuid import uuid4
 
 from forerun.core.errors import ConfigError
-from forerun.server.batches.folder import BATCH, ENDED, FILE, BatchFolder, KeyFolder, Record
+from forerun.server.batches.folder import (
+    BATCH,
+    ENDED,
+    FILE,
+    BatchFolder,
+    KeyFolder,
+    Record,
+    new_ident,
+)
 from forerun.server.batches.lines import read_lines
 from forerun.server.batches.results import read_results
 from forerun.server.batches.runner import Answered, Client, Counts, Runner
@@ -195,7 +202,7 @@ def new_batch(folder: KeyFolder, asked: Mapping[str, Any]) -> Record:
     source = folder.get(FILE, asked["input_file_id"])
     folder.check_room(2)
     folder.make_batch_room()
-    ident = f"batch_{uuid4().hex}"
+    ident = new_ident("batch_")
     files = [
         folder.add_file(f"{ident}_{name}.jsonl", "batch_output")["id"]
         for name in ("output", "error")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
+import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,7 +113,7 @@ def _opened(path: Path) -> BinaryIO:
     """The output, which no other process may write meanwhile.
 
     Raises:
-        ConfigError: it cannot be written, or another process writes it.
+        ConfigError: it cannot be written, is no file, or another process writes it.
     """
     try:
         file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+b")
@@ -120,6 +121,9 @@ def _opened(path: Path) -> BinaryIO:
         raise ConfigError(
             f"output {shown(str(path))} cannot be written: {error.strerror}."
         ) from None
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise ConfigError(f"output {shown(str(path))} is not a file, which a batch goes on in.")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

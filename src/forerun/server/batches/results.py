@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from forerun.core.errors import ConfigError, shown
+from forerun.server.batches.lines import PREFIX
 
+_BEGIN = f'{{"id":"{PREFIX}'.encode()  # of every line
 Results = dict[int, tuple[str | None, bool]]  # line → custom id, and whether it was answered
 
 
@@ -21,6 +23,8 @@ def read_results(output: BinaryIO, path: Path) -> Results:
     end = 0
     for raw in output:
         if not raw.endswith(b"\n"):
+            if not raw.startswith(_BEGIN) and not _BEGIN.startswith(raw):
+                raise _no_results(path)
             break
         end += len(raw)
         try:
@@ -30,10 +34,14 @@ def read_results(output: BinaryIO, path: Path) -> Results:
             completed = response is not None and response["status_code"] < 400
             results[number] = value["custom_id"], completed
         except (ValueError, KeyError, TypeError, AttributeError):
-            raise ConfigError(
-                f"output {shown(str(path))} is there and has a line that is no result of a batch;"
-                " name another file."
-            ) from None
+            raise _no_results(path) from None
     output.seek(end)
     output.truncate()
     return results
+
+
+def _no_results(path: Path) -> ConfigError:
+    return ConfigError(
+        f"output {shown(str(path))} is there and has a line that is no result of a batch;"
+        " name another file."
+    )
