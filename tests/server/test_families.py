@@ -289,6 +289,18 @@ def test_grammars_accept_what_models_write_and_no_other_functions(family: Family
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_strict_functions_are_not_called_in_ways_that_parsers_merely_tolerate(
+    family: Family,
+) -> None:
+    pytest.importorskip("xgrammar")
+    tag = grammar(family, tools=STRICT, extra_body=THINKING)
+    assert accepts(tag, f"{family.thought}ok now(")
+    syntax = TOOL_PARSERS[family.tools].syntax
+    for opening in syntax.tolerated:
+        assert not accepts(tag, f"{family.thought}ok {opening}now")
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 def test_whatever_a_grammar_allows_is_read_as_valid_calls(tmp_path: Path, family: Family) -> None:
     pytest.importorskip("xgrammar")
     schemas = {"weather": WEATHER, "now": NOTHING}

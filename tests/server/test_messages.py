@@ -391,6 +391,18 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"messages": [{"role": "user", "content": [RESULT]}]}, "not the id of an earlier tool_use"),
     ({"messages": [*ASK, {"role": "assistant", "content": [USE]}]}, "add a message with its"),
+    (
+        {
+            "messages": [
+                *ASK,
+                {
+                    "role": "assistant",
+                    "content": [{"type": "thinking", "thinking": "x", "signature": "s"}],
+                },
+            ]
+        },
+        "the assistant's and has no text",
+    ),
     ({"messages": [{"role": "tool", "content": "x"}]}, "'user', 'assistant' or 'system'"),
     ({"messages": [{"role": "user", "content": 5}]}, "text or a list of blocks"),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "may be text, tool_result"),

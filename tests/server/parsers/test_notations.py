@@ -11,6 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun.server.parsers.argument_values import allowed_types, typed
+from forerun.server.parsers.deepseek import (
+    CALL_BEGIN,
+    CALL_END,
+    CALLS_BEGIN,
+    SEPARATOR,
+    DeepSeekV3Parser,
+    DeepSeekV31Parser,
+)
 from forerun.server.parsers.events import (
     Arguments,
     CallBroken,
@@ -293,6 +301,46 @@ CASES: list[tuple[type[ToolParser], str, list[Event]]] = [
         " <|tool_call_end|><|tool_call_section_end|>ok",
         [*events_of([("now", "{}")]), Text("ok")],
     ),
+    # ... marks that are missing, and a call of an unknown function before one.
+    (
+        KimiK2Parser,
+        "<|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>{}<|tool_call_begin|>"
+        'functions.f:1<|tool_call_argument_begin|>{"s": "a"}<|tool_call_end|>',
+        events_of([("now", "{}"), ("f", '{"s": "a"}')]),
+    ),
+    (
+        KimiK2Parser,
+        "<|tool_calls_section_begin|><|tool_call_begin|>rain:0<|tool_call_argument_begin|>{}"
+        "<|tool_call_end|><|tool_call_begin|>now:1<|tool_call_argument_begin|>{}<|tool_call_end|>"
+        "<|tool_calls_section_end|>",
+        [
+            Text(
+                "<|tool_calls_section_begin|><|tool_call_begin|>rain:0<|tool_call_argument_begin|>"
+                "{}<|tool_call_end|>"
+            ),
+            *events_of([("now", "{}")]),
+        ],
+    ),
+    # MiniMax and DeepSeek: the same.
+    (
+        MiniMaxM2Parser,
+        '<invoke name="rain"></invoke>\n<invoke name="now">\n</invoke></minimax:tool_call>ok',
+        [
+            Text('<invoke name="rain"></invoke>'),
+            *events_of([("now", "{}")]),
+            Text("ok"),
+        ],
+    ),
+    (
+        DeepSeekV3Parser,
+        f"{CALLS_BEGIN}{CALL_BEGIN}rain{CALL_BEGIN}function{SEPARATOR}now\n```json\n{{}}\n```",
+        [Text(f"{CALLS_BEGIN}{CALL_BEGIN}rain"), *events_of([("now", "{}")])],
+    ),
+    (
+        DeepSeekV31Parser,
+        f"{CALL_BEGIN}now{SEPARATOR}{CALL_END}ok",
+        [*events_of([("now", "{}")]), Text("ok")],
+    ),
     # GLM: the name on a line of its own, and a mark that is missing.
     (
         Glm45Parser,
@@ -309,6 +357,16 @@ CASES: list[tuple[type[ToolParser], str, list[Event]]] = [
         Gemma4Parser,
         '<|tool_call>call:f{s:"a\\n",u: plain words ,o:{"k":[{},[]]}}<tool_call|>',
         events_of([("f", '{"s": "a\\n", "u": "plain words", "o": {"k": [{}, []]}}')]),
+    ),
+    # ... the first mark is missing, or has a colon.
+    (
+        Gemma4Parser,
+        '\ncall:f{s:<|"|>a<|"|>}<tool_call|><|tool_call>:call:now{}<tool_call|>ok',
+        [*events_of([("f", '{"s": "a"}'), ("now", "{}")]), Text("ok")],
+    ),
+    *(
+        (Gemma4Parser, text, [Text(text)])
+        for text in (" call:rain{}", "call", "ok, call:now{}", "Canada", "<|tool_call>::call:now{}")
     ),
     (Gemma4Parser, "<|tool_call>f()<tool_call|>", [Text("<|tool_call>f()<tool_call|>")]),
     # Mistral: both forms, with text before; invalid JSON.

@@ -40,6 +40,8 @@ def chat_messages(
             chat.append({"role": "system", "content": _text(blocks, "a system message")})
     if chat[-1].get("tool_calls"):
         raise RequestError("The last message has a tool_use; add a message with its tool_result.")
+    if chat[-1]["role"] == "assistant" and not chat[-1]["content"]:
+        raise RequestError("The last message is the assistant's and has no text to go on from.")
     return chat
 
 

@@ -105,7 +105,12 @@ class _Calls:
     def in_text(self) -> Format:
         """Free text; what follows an opening is calls."""
         syntax, calls = self._syntax, self._after_opening()
-        free = {"type": "dispatch", "rules": [[syntax.opening, calls]], "loop": self._parallel}
+        free = {
+            "type": "dispatch",
+            "rules": [[syntax.opening, calls]],
+            "loop": self._parallel,
+            "excludes": list(syntax.tolerated),
+        }
         if not syntax.bare:
             return free
         # What could be taken for calls without an opening does not begin a text.

@@ -40,3 +40,4 @@ class CallSyntax:
     others: tuple[str, ...] = ()  # further forms of `begin[1]`
     leads: tuple[str, ...] = ()  # what stands before an opening where nothing else does
     single: bool = False  # an answer has one call at most
+    tolerated: tuple[str, ...] = ()  # openings that are read, too, and that grammars do not allow

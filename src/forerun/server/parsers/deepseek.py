@@ -21,23 +21,25 @@ FENCE = "```"
 
 
 class DeepSeekV3Parser(MarkedCallParser):
-    markers = (CALLS_BEGIN,)
+    markers = (CALLS_BEGIN, CALL_BEGIN)
     name_ends = "\n"
     syntax = CallSyntax(
         opening=CALLS_BEGIN,
         begin=(f"{CALL_BEGIN}function{SEPARATOR}", f"\n{FENCE}json\n"),
         end=f"\n{FENCE}{CALL_END}",
         closing=CALLS_END,
+        tolerated=(CALL_BEGIN,),
         separator="\n",
     )
 
 
 class DeepSeekV31Parser(MarkedCallParser):
-    markers = (CALLS_BEGIN,)
+    markers = (CALLS_BEGIN, CALL_BEGIN)
     name_ends = SEPARATOR[0]
     syntax = CallSyntax(
         opening=CALLS_BEGIN,
         begin=(CALL_BEGIN, SEPARATOR),
         end=CALL_END,
         closing=CALLS_END,
+        tolerated=(CALL_BEGIN,),
     )

@@ -14,12 +14,13 @@ from forerun.server.parsers.marked_calls import MarkedCallParser
 SECTION_BEGIN, SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 CALL_BEGIN, CALL_END = "<|tool_call_begin|>", "<|tool_call_end|>"
 ARGUMENTS_BEGIN = "<|tool_call_argument_begin|>"
+TOLERATED = (SECTION_BEGIN.replace("calls", "call"), CALL_BEGIN)
 _PREFIX = "functions."
 
 
 class KimiK2Parser(MarkedCallParser):
-    markers = (SECTION_BEGIN, SECTION_BEGIN.replace("calls", "call"))
     other_closings = (SECTION_END.replace("calls", "call"),)
+    markers = (SECTION_BEGIN, *TOLERATED)
     name_ends = "<"
     call_id = "functions.{name}:{index}"
     syntax = CallSyntax(
@@ -29,6 +30,7 @@ class KimiK2Parser(MarkedCallParser):
         number=":",
         end=CALL_END,
         closing=SECTION_END,
+        tolerated=TOLERATED,
     )
 
     def _function(self, name: str) -> str:

@@ -9,7 +9,11 @@ from forerun.server.parsers.tool_parser import ToolParser
 
 
 class MarkedCallParser(ToolParser):
-    """Reads `CallSyntax`, with any space where it has one or between its parts."""
+    """Reads `CallSyntax`, with any space where it has one or between its parts.
+
+    Where what a call begins with is a marker, too, the opening may be missing, and calls after a
+    malformed one are read.
+    """
 
     name_ends: ClassVar[str]  # characters, none of which is in a name
     other_closings: ClassVar[tuple[str, ...]] = ()  # read as `syntax.closing` is
@@ -17,7 +21,7 @@ class MarkedCallParser(ToolParser):
     def _calls(self) -> Reading[None]:
         closing = self.syntax.closing.strip()
         first, *others = self.syntax.begin[0].split() or [""]
-        yield from self._words(self.syntax.begin[0])
+        yield from self._words(self.syntax.begin[0].strip().removeprefix(self._marker))
         while True:
             last = yield from self._call()
             if last == closing:
@@ -81,3 +85,4 @@ class MarkedCallParser(ToolParser):
         """
         for word in text.split():
             yield from self._closing(word)
+            self._raw = []

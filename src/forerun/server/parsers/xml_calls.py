@@ -130,6 +130,7 @@ class Qwen3CoderParser(XmlCallParser):
         separator="\n",
         one_each=True,
         style=Style.QWEN_XML,
+        tolerated=("<function=",),
     )
 
     def _calls(self) -> Reading[None]:
@@ -174,7 +175,7 @@ class Glm45Parser(GlmParser):
 
 
 class MiniMaxM2Parser(XmlCallParser):
-    markers = ("<minimax:tool_call>",)
+    markers = ("<minimax:tool_call>", "<invoke")
     name_ends = '"'
     xml = XmlSyntax(('<parameter name="', '">'), ("", "</parameter>"))
     syntax = CallSyntax(
@@ -183,4 +184,5 @@ class MiniMaxM2Parser(XmlCallParser):
         end="</invoke>",
         closing="\n</minimax:tool_call>",
         style=Style.MINIMAX_XML,
+        tolerated=("<invoke",),
     )
