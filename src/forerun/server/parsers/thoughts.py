@@ -17,18 +17,18 @@ class Thoughts:
     def __init__(self, tools: ToolParser) -> None:
         """`tools`: for the reasoning alone."""
         self._tools = tools
-        self._waiting = ""  # reasoning, or calls
+        self._waiting: list[str] = []  # reasoning, or calls
         self._begin = 0  # index of it, in the reasoning
         self._calls: list[Event] = []  # in it
 
     def feed(self, text: str) -> list[Event]:
         """More of the reasoning; returns what is reasoning for certain."""
-        self._waiting += text
+        self._waiting.append(text)
         return self._sorted(self._tools.feed(text))
 
     def answered(self) -> list[Event]:
         """The rest: an answer follows."""
-        rest, self._waiting = self._waiting, ""
+        rest, self._waiting = "".join(self._waiting), []
         return [Reasoning(rest)]
 
     def finish(self) -> list[Event]:
@@ -44,6 +44,8 @@ class Thoughts:
             else:
                 self._calls.append(event)
         known = end - self._begin
-        reasoning, self._waiting = self._waiting[:known], self._waiting[known:]
-        self._begin = end
-        return [Reasoning(reasoning)]
+        if not known:
+            return []
+        text = "".join(self._waiting)
+        self._waiting, self._begin = [text[known:]], end
+        return [Reasoning(text[:known])]
