@@ -255,6 +255,25 @@ def test_a_background_response() -> None:
     Scripted(QWEN3, HERMES, "a").run(use)
 
 
+def test_responses_that_run_have_their_place_in_the_store() -> None:
+    """Of many that start at once no more than it can keep."""
+
+    async def use(client: Client) -> None:
+        starting = (client.responses.create(**ASK, background=True) for _ in range(6))
+        begun = await asyncio.gather(*starting, return_exceptions=True)
+        run = [each for each in begun if not isinstance(each, BaseException)]
+        refused = [each for each in begun if isinstance(each, openai.BadRequestError)]
+        assert (len(run), len(refused)) == (2, 4)
+        assert all(each.code == "store_full" for each in refused)
+        assert (await client.responses.create(**ASK)).store is False
+        for each in run:
+            assert (await ended(client, each.id)).store
+            await client.responses.delete(each.id)
+        assert (await client.responses.create(**ASK, store=True)).store
+
+    Scripted(PLAIN, *"abcd", max_stored_responses=2).run(use)
+
+
 async def ended(client: Client, ident: str) -> Any:
     while (response := await client.responses.retrieve(ident)).status in ("queued", "in_progress"):
         await asyncio.sleep(0.01)

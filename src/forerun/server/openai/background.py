@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -71,6 +73,23 @@ class Background:
 
     def __init__(self) -> None:
         self._runs: dict[str, tuple[Run, asyncio.Task[None]]] = {}
+        self._starting: Counter[str] = Counter()  # by owner
+
+    @property
+    def promised(self) -> int:
+        """How many of the client's responses will be stored when they end."""
+        whose = owner()
+        return self._starting[whose] + sum(run.owner == whose for run, _ in self._runs.values())
+
+    @contextmanager
+    def starting(self) -> Iterator[int]:
+        """Promises a place to one that starts in the block; yields how many others have one."""
+        whose, others = owner(), self.promised
+        self._starting[whose] += 1
+        try:
+            yield others
+        finally:
+            self._starting[whose] -= 1
 
     def start(self, answer: BackgroundAnswer) -> Mapping[str, Any]:
         """Lets a response run on, and returns what it is now. It counts for its API key."""

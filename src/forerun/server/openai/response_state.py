@@ -64,8 +64,11 @@ class ResponseState:
     _store: ResponseStore
 
     @classmethod
-    async def of(cls, store: ResponseStore, body: ResponsesRequest) -> ResponseState:
-        """
+    async def of(
+        cls, store: ResponseStore, body: ResponsesRequest, promised: int = 0
+    ) -> ResponseState:
+        """`promised`: responses of the client that will be stored when they end.
+
         Raises:
             ApiError: there is no such response or conversation, or no room for one more.
             RequestError: fields contradict each other.
@@ -85,7 +88,7 @@ class ResponseState:
         needed = bool(body.store) or bool(body.background) or conversation is not None
         stored = body.store is not False
         size = encoded_size("input", [*earlier, *own]) if stored or needed else 0
-        if (stored or needed) and not await store.has_room(whose, size):
+        if (stored or needed) and not await store.has_room(whose, size, 1 + promised):
             if needed:
                 raise full()
             stored = False

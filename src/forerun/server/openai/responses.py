@@ -48,10 +48,12 @@ def responses_router(service: Service) -> APIRouter:
         """Answers a conversation, as OpenAI's Responses API does."""
         check_model(service, body.model)
         service.check_open()
-        state = await ResponseState.of(service.store, body)
-        answer = await _Answer.start(service, body, state)
         if body.background:
-            return json_response(background.start(answer))
+            with background.starting() as promised:
+                state = await ResponseState.of(service.store, body, promised)
+                return json_response(background.start(await _Answer.start(service, body, state)))
+        state = await ResponseState.of(service.store, body, background.promised)
+        answer = await _Answer.start(service, body, state)
         return await respond(answer, body.stream, request)
 
     return router
