@@ -2,7 +2,7 @@
 #   make demo    a trained pair of models, plain and speculative side by side
 #   make serve   the same pair behind an HTTP server (OpenAI's API) on port 30000
 #   make test    the test suite, without the exhaustive part (make test-all: everything;
-#                SHARE=1/6: a sixth of the exhaustive part)
+#                SHARE=1/8: an eighth of the exhaustive part)
 #   make dist    what a release consists of, in build/release/dist: sdists, wheels, SBOM
 # TORCH=cpu installs the CPU build of torch (on Linux the default build brings CUDA, several GB).
 # `.ci/run` is what CI runs. Nothing but Python >= 3.11 with venv is needed beforehand.
