@@ -291,6 +291,31 @@ def _attend_block(
 
 
 @jit
+def _attend_positions(
+    q, page, first, token, start, full, low, high, table, k_ptr, v_ptr, qk_scale,
+    row_max, row_sum, acc,
+    ROW: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr,
+    FP8: tl.constexpr, INT64_OFFSETS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Page ids of the next block, and the softmax after the one of `page`, from `first` on.
+
+    All rows see the positions before `full`, unless there is a window.
+    """
+    d = tl.arange(0, BLOCK_D)
+    offset = kv_slots_of(page, first, low, high, PAGE_SIZE, BLOCK_N, INT64_OFFSETS) * ROW
+    k = load_kv(k_ptr, offset, d, DIM, BLOCK_D, FP8).to(q.dtype)
+    v = load_kv(v_ptr, offset, d, DIM, BLOCK_D, FP8).to(q.dtype)
+    page = load_page_ids(table, first + BLOCK_N, low, high, PAGE_SIZE, BLOCK_N)
+    seen = (first + tl.arange(0, BLOCK_N) < high)[None, :]
+    row_max, row_sum, acc = _attend_block(
+        q, k, v, first, seen, first + BLOCK_N > full, start, token, qk_scale,
+        row_max, row_sum, acc, WINDOW, SOFTCAP, BLOCK_N,
+    )  # fmt: skip
+    return page, row_max, row_sum, acc
+
+
+@jit
 def _attend_blocks(
     q, begin, end, token, start, full, low, high, table, k_ptr, v_ptr, qk_scale,
     row_max, row_sum, acc,
@@ -298,21 +323,13 @@ def _attend_blocks(
     FP8: tl.constexpr, INT64_OFFSETS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     SOFTCAP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The softmax (row_max [M], row_sum [M], acc [M, D]) after positions [begin, end) of a segment.
-
-    All rows see the positions before `full`, unless there is a window.
-    """
-    d = tl.arange(0, BLOCK_D)
+    """Softmax (row_max [M], row_sum [M], acc [M, D]) after positions [begin, end) of a segment."""
     page = load_page_ids(table, begin, low, high, PAGE_SIZE, BLOCK_N)
     for first in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
-        offset = kv_slots_of(page, first, low, high, PAGE_SIZE, BLOCK_N, INT64_OFFSETS) * ROW
-        k = load_kv(k_ptr, offset, d, DIM, BLOCK_D, FP8).to(q.dtype)
-        v = load_kv(v_ptr, offset, d, DIM, BLOCK_D, FP8).to(q.dtype)
-        page = load_page_ids(table, first + BLOCK_N, low, high, PAGE_SIZE, BLOCK_N)
-        seen = (first + tl.arange(0, BLOCK_N) < high)[None, :]
-        row_max, row_sum, acc = _attend_block(
-            q, k, v, first, seen, first + BLOCK_N > full, start, token, qk_scale,
-            row_max, row_sum, acc, WINDOW, SOFTCAP, BLOCK_N,
+        page, row_max, row_sum, acc = _attend_positions(
+            q, page, first, token, start, full, low, high, table, k_ptr, v_ptr, qk_scale,
+            row_max, row_sum, acc, ROW, DIM, PAGE_SIZE, WINDOW, FP8, INT64_OFFSETS, BLOCK_N,
+            BLOCK_D, SOFTCAP,
         )  # fmt: skip
     return row_max, row_sum, acc
 
@@ -330,7 +347,6 @@ def _attend_segments(
     WHOLE: returns their fold, total_sum [M] and total [M, D]; else each one's results are stored,
     rows `target` [M] of the first one and the next of each that follows.
     """
-    d = tl.arange(0, BLOCK_D)
     total_max, total_sum = begin_softmax(sinks_ptr if WHOLE else None, head, BLOCK_M)
     total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     row_max, row_sum = begin_softmax(None, head, BLOCK_M)
@@ -346,14 +362,10 @@ def _attend_segments(
     last = segment_begin(segment + 1)
     page = load_page_ids(table, begin, low, high, PAGE_SIZE, BLOCK_N)
     for first in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
-        offset = kv_slots_of(page, first, low, high, PAGE_SIZE, BLOCK_N, INT64_OFFSETS) * ROW
-        k = load_kv(k_ptr, offset, d, DIM, BLOCK_D, FP8).to(q.dtype)
-        v = load_kv(v_ptr, offset, d, DIM, BLOCK_D, FP8).to(q.dtype)
-        page = load_page_ids(table, first + BLOCK_N, low, high, PAGE_SIZE, BLOCK_N)
-        seen = (first + tl.arange(0, BLOCK_N) < high)[None, :]
-        row_max, row_sum, acc = _attend_block(
-            q, k, v, first, seen, first + BLOCK_N > full, start, token, qk_scale,
-            row_max, row_sum, acc, WINDOW, SOFTCAP, BLOCK_N,
+        page, row_max, row_sum, acc = _attend_positions(
+            q, page, first, token, start, full, low, high, table, k_ptr, v_ptr, qk_scale,
+            row_max, row_sum, acc, ROW, DIM, PAGE_SIZE, WINDOW, FP8, INT64_OFFSETS, BLOCK_N,
+            BLOCK_D, SOFTCAP,
         )  # fmt: skip
         if first + BLOCK_N >= tl.minimum(last, end):
             if WHOLE:
