@@ -1,17 +1,41 @@
-"""`bench widths`: arithmetic, bad input, end to end on the bundled pair."""
+"""`bench widths` and its older name: arithmetic, bad input, end to end on the bundled pair."""
 
 from __future__ import annotations
 
+import io
+import json
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from forerun.cli.tables import COLUMNS
 from forerun.core.errors import ConfigError
-from forerun_bench.cli.widths import table, widths_settings
+from forerun.main import run
+from forerun.scheduler.adaptive_width import FixedWidth
+from forerun_bench.cli.widths import chosen, table, widths_settings
 from forerun_bench.one_batch import Shape
-from forerun_bench.widths import FULL, PLAIN, POLICIES, RAGGED, SINGLE, Cell, Load, engines
-from tests.bench.test_adaptive import shown
+from forerun_bench.widths import (
+    FULL,
+    PLAIN,
+    POLICIES,
+    RAGGED,
+    SINGLE,
+    Cell,
+    Load,
+    engines,
+    measure,
+    policy,
+)
 from tests.bench.test_cli_measure import call, needs_pair
+from tests.golden_engine import CASES, golden_llm
+
+
+def shown(table: Any) -> str:
+    screen = Console(width=COLUMNS, file=io.StringIO())
+    screen.print(table)
+    assert isinstance(screen.file, io.StringIO)
+    return " ".join(screen.file.getvalue().split())
 
 
 def test_ragged_steps_are_compared_with_the_best_of_the_others() -> None:
@@ -27,6 +51,30 @@ def test_ragged_steps_are_compared_with_the_best_of_the_others() -> None:
     assert real.identical is False
 
 
+def test_the_last_policy_is_compared() -> None:
+    cell = Cell(Load(4), {FULL: 80.0, SINGLE: 120.0}, {SINGLE: 2.5}, {SINGLE: {4: 1, 1: 3}})
+    assert (cell.judged, cell.over_best, cell.over_plain) == (SINGLE, 1.5, None)
+    assert "4 2.50 80 120 1.500 - 1: 75%, 4: 25% no" in shown(table([cell]))
+    assert chosen([RAGGED, PLAIN]) == [PLAIN, RAGGED]
+
+
+def test_another_policy_for_a_while() -> None:
+    with golden_llm("NGRAM", speculative_adaptive=True) as llm:
+        own = llm.engine.scheduler.widths
+        other = FixedWidth(own.widths)
+        with pytest.raises(ZeroDivisionError), policy(llm.engine, other):
+            assert llm.engine.scheduler.widths is other
+            raise ZeroDivisionError
+        assert llm.engine.scheduler.widths is own
+
+
+def test_an_engine_without_simulated_acceptance_is_refused() -> None:
+    with golden_llm("NGRAM", speculative_adaptive=True) as spec:
+        prompts = [CASES[0]["prompt"]]
+        with pytest.raises(AssertionError, match="without simulated acceptance"):
+            measure([(spec, (SINGLE,))], Cell(Load(1, "2")), prompts, 8, 1)
+
+
 def test_each_policy_has_an_engine() -> None:
     settings = widths_settings({}, [Shape(4, 8, 8)], ["1.3,5", "2"], True)
     assert settings["speculative_simulate_accept_length"] == 5.0
@@ -34,6 +82,7 @@ def test_each_policy_has_an_engine() -> None:
     assert [name for _, names in found for name in names] == list(POLICIES)
     assert [own.get("speculative_ragged_verify") for own, _ in found] == [None, False, True]
     assert "speculative_simulate_accept_length" not in found[0][0]
+    assert [names for _, names in engines(settings, (PLAIN, SINGLE))] == [(PLAIN,), (SINGLE,)]
 
 
 @pytest.mark.parametrize(
@@ -69,3 +118,31 @@ def test_simulated_acceptance_by_request(capsys: pytest.CaptureFixture[str]) -> 
     (cell,) = out["results"]
     assert cell["simulated"] == "1,5" and cell["identical"] is None
     assert 1 < cell["accept_length"][FULL] < 4
+
+
+@needs_pair
+def test_the_older_name_works_as_before(capsys: pytest.CaptureFixture[str]) -> None:
+    shape = ("--batch-size", "1", "--input-len", "16", "--output-len", "8", "--dtype", "float32")
+    assert run(["bench", "adaptive", *shape, "--repetitions", "1", "--json"]) == 0
+    out, error = capsys.readouterr()
+    assert "`bench widths --policies plain full single`" in error
+    (cell,) = json.loads(out)["results"]
+    assert cell["identical"] is True and cell["simulated"] is None and sum(cell["widths"].values())
+    assert cell["ratio"] == cell["adaptive"] / max(cell["plain"], cell["fixed"])
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("bench widths --repetitions 0", "--repetitions must be >= 1"),
+        ("bench widths --random-input --batch-size 1", "give --accept-length"),
+        ("bench widths --accept-length 99 --batch-size 1", "the 16 tokens that a step verifies"),
+        ("bench widths --policies plain narrow", "Unknown policy 'narrow'"),
+        ("bench widths --policies plain", "needs two or more"),
+    ],
+)
+@needs_pair
+def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], line: str, message: str) -> None:
+    assert run(line.split()) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1

@@ -163,7 +163,7 @@ def generate(
 
 @pytest.mark.parametrize("outliers", [False, True])
 def test_no_slower_than_the_better_of_plain_and_full(outliers: bool) -> None:
-    """One policy throughout, as in `forerun bench adaptive`: a first run that does not count lets
+    """One policy throughout, as in `forerun bench widths`: a first run that does not count lets
     it adapt to each new accept length."""
     policy = AdaptiveWidth(WIDTHS, {b: [ms / 1000 for ms in row] for b, row in MEASURED.items()})
     for batch in sorted(MEASURED):

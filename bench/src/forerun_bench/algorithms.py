@@ -13,8 +13,8 @@ from forerun.evals.acceptance import Acceptance
 from forerun.evals.prompts import Prompt
 from forerun.evals.timing import flush_caches, interleaved, median
 from forerun.scheduler.adaptive_width import FixedWidth
-from forerun_bench.adaptive import policy
 from forerun_bench.one_batch import Trace, trace
+from forerun_bench.widths import policy
 
 FULL, ADAPTIVE = "full", "adaptive"
 Key = tuple[str, str]  # algorithm, FULL or ADAPTIVE

@@ -1,15 +1,15 @@
-"""Ragged steps compared with plain decoding, the full width, and one width for all requests.
+"""Width policies compared: plain decoding, the full width, one width for all requests, and ragged
+steps.
 
-Each has an engine of its own (the full width shares that of one width), one after the other, so
-that each has all of the memory. Requests of a batch may differ in how much they accept: accept
-lengths are real, or simulated for each request.
+Each has an engine of its own, except that the full width shares that of one width. Requests of a
+batch may differ in how much they accept: accept lengths are real, or simulated for each request.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,9 +19,8 @@ from forerun.cli.settings import without_speculation
 from forerun.engine.engine import Engine
 from forerun.evals.timing import flush_caches, interleaved, median
 from forerun.executor.device_executor import device_step
-from forerun.scheduler.adaptive_width import FixedWidth
+from forerun.scheduler.adaptive_width import FixedWidth, WidthPolicy
 from forerun.speculative.simulate import accept_lengths
-from forerun_bench.adaptive import policy
 from forerun_bench.one_batch import Trace, trace
 
 PLAIN, FULL, SINGLE, RAGGED = "plain", "full", "single", "ragged"
@@ -50,13 +49,20 @@ class Cell:
     texts: set[tuple[tuple[int, ...], ...]] = field(default_factory=set)
 
     @property
-    def over_best(self) -> float:
-        """Ragged over the best of the others."""
-        return self.tok_s[RAGGED] / max(self.tok_s[name] for name in (PLAIN, FULL, SINGLE))
+    def judged(self) -> str:
+        """The policy that is compared with the others: the last of `POLICIES` that was measured."""
+        return max(self.tok_s, key=POLICIES.index)
 
     @property
-    def over_plain(self) -> float:
-        return self.tok_s[RAGGED] / self.tok_s[PLAIN]
+    def over_best(self) -> float:
+        """`judged` over the best of the others."""
+        others = [speed for name, speed in self.tok_s.items() if name != self.judged]
+        return self.tok_s[self.judged] / max(others)
+
+    @property
+    def over_plain(self) -> float | None:
+        """`judged` over plain decoding; None: that was not measured."""
+        return self.tok_s[self.judged] / self.tok_s[PLAIN] if PLAIN in self.tok_s else None
 
     @property
     def identical(self) -> bool | None:
@@ -76,46 +82,56 @@ class Cell:
         }
 
 
-def engines(settings: Mapping[str, Any]) -> list[tuple[dict[str, Any], tuple[str, ...]]]:
-    """Settings of each engine, and the policies that it is measured with."""
+@contextmanager
+def policy(engine: Engine, widths: WidthPolicy) -> Iterator[None]:
+    """Replaces the width policy of an idle engine."""
+    scheduler = engine.scheduler
+    own, scheduler.widths = scheduler.widths, widths
+    try:
+        yield
+    finally:
+        scheduler.widths = own
+
+
+def engines(
+    settings: Mapping[str, Any], names: Sequence[str] = POLICIES
+) -> list[tuple[dict[str, Any], tuple[str, ...]]]:
+    """Settings of each engine, and the policies of `names` that it is measured with."""
     spec = {**settings, "speculative_adaptive": True}
-    return [
+    kinds = [
         (without_speculation(settings), (PLAIN,)),
         ({**spec, "speculative_ragged_verify": False}, (FULL, SINGLE)),
         ({**spec, "speculative_ragged_verify": True}, (RAGGED,)),
     ]
+    chosen = [(own, tuple(each for each in of if each in names)) for own, of in kinds]
+    return [(own, of) for own, of in chosen if of]
 
 
 def measure(
-    llm: LLM,
-    names: Sequence[str],
-    cells: Sequence[Cell],
-    prompts_of: Callable[[LLM, int], Sequence[Sequence[int]]],
+    llms: Sequence[tuple[LLM, Sequence[str]]],
+    cell: Cell,
+    prompts: Sequence[Sequence[int]],
     output_len: int,
     repetitions: int,
 ) -> None:
-    """Measures every load with these policies of an engine, and adds the results to the cells.
-
-    `prompts_of`: an engine and a batch size -> prompts.
-    """
-    engine = llm.engine
-    for cell in cells:
-        prompts = prompts_of(llm, cell.load.batch_size)
-        if cell.load.lengths is not None and names != (PLAIN,):
-            simulated = device_step(engine.executor).simulate
+    """Measures a load with these engines and policies, interleaved, and adds what it finds."""
+    runs: dict[str, Callable[[], tuple[Trace, Counter[float]]]] = {}
+    for llm, names in llms:
+        if cell.load.lengths is not None and PLAIN not in names:
+            simulated = device_step(llm.engine.executor).simulate
             assert simulated is not None, "an engine without simulated acceptance"
             simulated.set(accept_lengths(cell.load.lengths))
-        runs = {name: partial(_run, engine, name, prompts, output_len) for name in names}
-        for run in runs.values():  # kernels are warm, and policies know the load
-            flush_caches(llm)
-            run()
-        timed = interleaved(runs, repetitions, before=partial(flush_caches, llm))
-        for name, results in timed.items():
-            traces = [each.value[0] for each in results]
-            cell.tok_s[name] = median([each.whole_tok_s for each in traces])
-            cell.accept_length[name] = traces[0].acceptance.accept_length
-            cell.widths[name] = dict(sum((each.value[1] for each in results), Counter()))
-            cell.texts |= {each.output_ids for each in traces}
+        runs |= {name: partial(_run, llm.engine, name, prompts, output_len) for name in names}
+    flush = partial(flush_caches, *(llm for llm, _ in llms))
+    for run in runs.values():  # kernels are warm, and policies know the load
+        flush()
+        run()
+    for name, results in interleaved(runs, repetitions, before=flush).items():
+        traces = [each.value[0] for each in results]
+        cell.tok_s[name] = median([each.whole_tok_s for each in traces])
+        cell.accept_length[name] = traces[0].acceptance.accept_length
+        cell.widths[name] = dict(sum((each.value[1] for each in results), Counter()))
+        cell.texts |= {each.output_ids for each in traces}
 
 
 def _run(

@@ -20,6 +20,7 @@ LISTS = (
     "--heads",
     "--width",
     "--step-ms",
+    "--policies",
 )
 
 

@@ -1,9 +1,10 @@
-"""`forerun bench widths`: ragged steps compared with plain decoding and with equal widths."""
+"""`forerun bench widths`: width policies compared with plain decoding and with one another."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
@@ -17,8 +18,8 @@ from forerun.cli.settings import with_speculation
 from forerun.cli.tables import print_table, yes_no
 from forerun.core.errors import ConfigError
 from forerun.evals.environment import environment
+from forerun.platform.device import resolve_device
 from forerun.speculative.simulate import accept_lengths
-from forerun_bench.cli.adaptive import shares
 from forerun_bench.cli.inputs import (
     Preset,
     RandomInput,
@@ -28,7 +29,7 @@ from forerun_bench.cli.inputs import (
     with_room,
 )
 from forerun_bench.one_batch import Shape
-from forerun_bench.widths import POLICIES, RAGGED, Cell, Load, engines, measure
+from forerun_bench.widths import POLICIES, Cell, Load, engines, measure
 
 
 @with_flags(engine=engine_flags)
@@ -46,40 +47,113 @@ def widths_command(
     *,
     random_input: RandomInput = False,
     preset: Preset = None,
+    policies: Annotated[
+        list[str], typer.Option(help="Two or more of plain, full, single, ragged")
+    ] = list(POLICIES),  # noqa: B006
     repetitions: Annotated[int, typer.Option(help="Runs of each batch and policy")] = 3,
     as_json: AsJson = False,
     engine: Values,
 ) -> None:
-    """Tokens/s of plain decoding, full width, one width for all requests, and ragged steps."""
-    if preset is not None:
-        engine, random_input = with_preset(preset, engine), True
-    shapes = [Shape(batch, input_len, output_len) for batch in batch_size]
-    check(shapes, repetitions, random_input, engine)
-    settings = widths_settings(engine, shapes, accept_length, random_input)
-    lengths = list[str | None](accept_length) or [None]
-    cells = [Cell(Load(batch, each)) for batch in batch_size for each in lengths]
-    kinds = engines(settings)
+    """Tokens/s of plain decoding, full width, one width for all requests, and ragged steps.
 
-    def prompts_of(llm: LLM, batch: int) -> list[list[int]]:
-        return make_prompts(llm, Shape(batch, input_len, output_len), random_input)
-
-    policy: dict[str, Any] = {}
-    with progress_bar(as_json) as bar:
-        task = bar.add_task("measuring", total=len(kinds) * len(cells))
-        for own, names in kinds:
-            with LLM(**own) as llm:
-                run = partial(measure, llm, names, prompts_of=prompts_of, output_len=output_len)
-                for cell in cells:
-                    run(cells=[cell], repetitions=repetitions)
-                    bar.advance(task)
-                where, policy = environment(llm), llm.engine.scheduler.widths.as_dict()
+    On a CPU all engines are loaded and their runs interleaved; on a GPU one engine after the other
+    has all of the memory.
+    """
+    loads = Loads(batch_size, accept_length, input_len, output_len, repetitions)
+    found = compare_widths(
+        *(loads, chosen(policies), with_input(engine, preset, random_input)), quiet=as_json
+    )
     if as_json:
-        results = [cell.as_dict() for cell in cells]
-        print_json(
-            {"settings": settings, "results": results, "policy": policy, "environment": where}
-        )
-        return
-    print_table(table(cells), where)
+        print_json({**found.as_dict(), "results": [cell.as_dict() for cell in found.cells]})
+    else:
+        print_table(table(found.cells), found.environment)
+
+
+@dataclass(frozen=True)
+class Loads:
+    """What is measured: every batch size at every accept length."""
+
+    batch_sizes: Sequence[int]
+    lengths: Sequence[str]  # simulated; none: real acceptance
+    input_len: int
+    output_len: int
+    repetitions: int
+
+    @property
+    def shapes(self) -> list[Shape]:
+        return [Shape(batch, self.input_len, self.output_len) for batch in self.batch_sizes]
+
+    def cells(self) -> list[Cell]:
+        lengths = list[str | None](self.lengths) or [None]
+        return [Cell(Load(batch, each)) for batch in self.batch_sizes for each in lengths]
+
+
+@dataclass(frozen=True)
+class Found:
+    """The measured cells, and with what."""
+
+    settings: Mapping[str, Any]
+    cells: Sequence[Cell]
+    policy: Mapping[str, Any]  # the state of the last one
+    environment: Mapping[str, Any]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "settings": self.settings,
+            "policy": self.policy,
+            "environment": self.environment,
+        }
+
+
+def with_input(engine: Values, preset: str | None, random_input: bool) -> tuple[Values, bool]:
+    """Settings of the engine, and whether prompts are random: a preset has random weights."""
+    return (engine, random_input) if preset is None else (with_preset(preset, engine), True)
+
+
+def compare_widths(
+    loads: Loads, names: Sequence[str], given: tuple[Values, bool], quiet: bool
+) -> Found:
+    """Measures the loads with these policies.
+
+    Args:
+        given: as of `with_input`.
+        quiet: no progress is shown.
+
+    Raises:
+        ConfigError: they cannot be measured.
+    """
+    engine, random_input = given
+    check(loads.shapes, loads.repetitions, random_input, engine)
+    settings = widths_settings(engine, loads.shapes, loads.lengths, random_input)
+    cells, kinds = loads.cells(), engines(settings, names)
+    on_cpu = resolve_device(str(engine.get("device", "auto"))).type == "cpu"
+    groups = [kinds] if on_cpu else [[kind] for kind in kinds]
+    with progress_bar(quiet) as bar:
+        task = bar.add_task("measuring", total=len(groups) * len(cells))
+        for group in groups:
+            with ExitStack() as stack:
+                llms = [(stack.enter_context(LLM(**own)), of) for own, of in group]
+                for cell in cells:
+                    shape = Shape(cell.load.batch_size, loads.input_len, loads.output_len)
+                    prompts = make_prompts(llms[0][0], shape, random_input)
+                    measure(llms, cell, prompts, loads.output_len, loads.repetitions)
+                    bar.advance(task)
+                last = llms[-1][0]
+                where, policy = environment(last), last.engine.scheduler.widths.as_dict()
+    return Found(settings, cells, policy, where)
+
+
+def chosen(names: Sequence[str]) -> list[str]:
+    """The named policies, in the order of `POLICIES`.
+
+    Raises:
+        ConfigError: a name is unknown, or there is only one.
+    """
+    if unknown := [name for name in names if name not in POLICIES]:
+        raise ConfigError(f"Unknown policy {unknown[0]!r}; known: {', '.join(POLICIES)}.")
+    if len(set(names)) < 2:
+        raise ConfigError("--policies needs two or more, to compare them.")
+    return [name for name in POLICIES if name in names]
 
 
 def widths_settings(
@@ -92,7 +166,7 @@ def widths_settings(
     """
     settings = with_room(with_speculation(engine), shapes, random_input)
     if "speculative_algorithm" not in settings:
-        raise ConfigError("Ragged steps need --speculative-algorithm.")
+        raise ConfigError("Width policies need --speculative-algorithm.")
     if "speculative_simulate_accept_length" in settings:
         raise ConfigError("Give simulated accept lengths as --accept-length, one or more.")
     if random_input and not lengths:
@@ -106,19 +180,26 @@ def widths_settings(
 
 def table(cells: Sequence[Cell]) -> Table:
     out = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
+    names, judged = sorted(cells[0].tok_s, key=POLICIES.index), cells[0].judged
     out.add_column("batch", justify="right")
     out.add_column("accept\nlength", justify="right")
-    for name in (*(f"{each}\ntok/s" for each in POLICIES), "over the\nbest", "over\nplain"):
+    for name in (*(f"{each}\ntok/s" for each in names), "over the\nbest", "over\nplain"):
         out.add_column(name, justify="right", no_wrap=True)
-    out.add_column("ragged steps by width")
+    out.add_column(f"{judged} steps by width")
     out.add_column("same\ntext", no_wrap=True)
     for cell in cells:
-        real = cell.accept_length[RAGGED] or 0.0
+        plain = "-" if cell.over_plain is None else f"{cell.over_plain:.2f}"
         out.add_row(
-            *(str(cell.load.batch_size), cell.load.lengths or f"{real:.2f}"),
-            *(f"{cell.tok_s[each]:.0f}" for each in POLICIES),
-            *(f"{cell.over_best:.3f}", f"{cell.over_plain:.2f}"),
-            shares(cell.widths[RAGGED]),
+            *(str(cell.load.batch_size), cell.load.lengths or f"{cell.accept_length[judged]:.2f}"),
+            *(f"{cell.tok_s[each]:.0f}" for each in names),
+            *(f"{cell.over_best:.3f}", plain),
+            shares(cell.widths[judged]),
             yes_no(cell.identical),
         )
     return out
+
+
+def shares(widths: dict[float, int]) -> str:
+    """`"1: 95 %, 4: 5 %"`."""
+    whole = sum(widths.values())
+    return ", ".join(f"{width}: {count / whole:.0%}" for width, count in sorted(widths.items()))
