@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from forerun.cli.demo import real_models
 from forerun.llm.bundled import PAIR
 from forerun.main import run
 
@@ -15,6 +16,8 @@ needs_pair = pytest.mark.skipif(
     not all((PAIR / part / "model.safetensors").exists() for part in ("target", "draft")),
     reason="the bundled pair is not there",
 )
+
+SHORT = ("--max-new-tokens", "6", "--repetitions", "1")
 
 
 def call(capsys: pytest.CaptureFixture[str], *args: str) -> Any:
@@ -48,6 +51,37 @@ def test_demo_sampled_text_is_identical_too(capsys: pytest.CaptureFixture[str]) 
     out = call(capsys, "demo", "--json", *args)
     assert out["identical"] is True
     assert (out["temperature"], out["seed"]) == (0.8, 7)
+
+
+@needs_pair
+def test_demo_of_another_target(capsys: pytest.CaptureFixture[str]) -> None:
+    """With its draft; a fault of either would be one line."""
+    models = ("--model-path", str(PAIR / "target"))
+    models += ("--speculative-draft-model-path", str(PAIR / "draft"))
+    out = call(capsys, "demo", "--real", "--json", *models, *SHORT)
+    assert out["identical"] is True and out["algorithm"] == "DFLASH"
+    assert [p["skill"] for p in out["prompts"][::2]] == ["dialogue", "code", "maths", "summary"]
+
+
+@needs_pair
+def test_demo_without_a_draft_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("forerun.cli.demo.real_draft", lambda: None)
+    assert run(("demo", "--real", "--json", "--model-path", str(PAIR / "target"), *SHORT)) == 0
+    said = capsys.readouterr()
+    out = json.loads(said.out)
+    assert out["identical"] is True and out["algorithm"] == "NGRAM"
+    assert "No draft for HuggingFaceTB/SmolLM2-135M-Instruct" in said.err
+
+
+def test_the_shipped_draft_is_for_its_algorithm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forerun.cli.demo.real_draft", lambda: Path("shipped"))
+    assert real_models(None, None, None) == real_models(None, None, "DFLASH")
+    assert real_models(None, None, None).draft == {"speculative_draft_model_path": "shipped"}
+    assert real_models(None, "mine", None).draft == {"speculative_draft_model_path": "mine"}
+    assert real_models(None, None, "NGRAM").draft == {}
+    assert real_models("m.gguf", None, "NGRAM").target == {"model_path": "m.gguf"}
 
 
 @needs_pair
@@ -142,6 +176,8 @@ def test_tables_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("demo --repetitions 0", "--repetitions must be >= 1"),
         ("demo --algorithm DFLUSH", "Unknown speculative_algorithm"),
+        ("demo --model-path m.gguf", "need --real; add it"),
+        ("demo --real --model-path m.gguf", "is not a folder"),
         ("bench one-batch --batch-size 0", "--batch-size must be >= 1"),
         ("bench one-batch --device cpu --profile p", "--profile records GPU kernels"),
         ("bench one-batch --tp-size 2 --profile p", "--profile records steps of this process"),

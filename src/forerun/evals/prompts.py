@@ -98,8 +98,20 @@ def python_prompts(encode: Encode, count: int | None = None) -> list[Prompt]:
 
 def held_out() -> list[dict[str, str]]:
     """Held-out Python: "prompt" is the beginning of a file, class or function."""
-    text = (files("forerun.evals") / "data" / "python_heldout.jsonl").read_text(encoding="utf-8")
+    return _rows("python_heldout.jsonl")
+
+
+def _rows(name: str) -> list[dict[str, str]]:
+    text = (files("forerun.evals") / "data" / name).read_text(encoding="utf-8")
     return [json.loads(line) for line in text.splitlines() if line.strip()]
+
+
+def chat_prompts(encode: Encode) -> list[Prompt]:
+    """One-turn chats for a model of some size: dialogue, code, maths and summaries."""
+    rows = _rows("chat_prompts.jsonl")
+    return [
+        Prompt(row["name"], row["skill"], row["text"], tuple(encode(row["text"]))) for row in rows
+    ]
 
 
 def windows(ids: Sequence[int], count: int, length: int) -> list[list[int]]:

@@ -8,6 +8,8 @@ from forerun.core.errors import ConfigError, nearest
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 PAIR, PRESETS = ASSETS / "pair", ASSETS / "presets"
+REAL_TARGET = "HuggingFaceTB/SmolLM2-135M-Instruct"  # on the Hub
+REAL_DRAFT = ASSETS / "smollm2-135m-instruct"
 
 
 def bundled(name: str) -> Path:
@@ -22,6 +24,11 @@ def bundled(name: str) -> Path:
             f"The bundled model {name!r} is not in this installation ({folder}); give a model_path."
         )
     return folder
+
+
+def real_draft() -> Path | None:
+    """The draft that ships for `REAL_TARGET`; None: this installation has none."""
+    return REAL_DRAFT if (REAL_DRAFT / "config.json").exists() else None
 
 
 def preset(name: str) -> tuple[Path, Path | None]:
