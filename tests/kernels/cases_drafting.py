@@ -7,6 +7,7 @@ from forerun.kernels.drafting import (
     confidence,
     convolution,
     gru,
+    keys,
     top_columns,
     walk,
 )
@@ -58,10 +59,11 @@ CASES = [
     Case(
         "corrected",
         best_token._corrected,
-        dict.fromkeys(("logits_ptr", "x_ptr", "weight_ptr"), "*bf16")
-        | {"best_ptr": "*fp32", "column_ptr": "*i32"}
-        | dict.fromkeys(("batch", "vocab", "stride"), "i32"),
+        dict.fromkeys(("logits_ptr", "x_ptr", "weight_ptr", "table_ptr", "before_ptr"), "*bf16")
+        | dict.fromkeys(("anchor_ptr", "keys_ptr"), "*i64")
+        | dict.fromkeys(("batch", "depth", "vocab", "row", "batch_stride", "row_stride"), "i32"),
         {
+            "LOOK_UP": True,
             "RANK": 256,
             "BLOCK_B": 16,
             "BLOCK_V": best_token.BLOCK_V,
@@ -76,24 +78,32 @@ CASES = [
         spill_bytes=400,  # gfx1100; the others have none
     ),
     Case(
+        "look up",
+        best_token._look_up,
+        dict.fromkeys(("table_ptr", "before_ptr"), "*bf16")
+        | dict.fromkeys(("anchor_ptr", "keys_ptr"), "*i64")
+        | dict.fromkeys(("depth", "row"), "i32"),
+        {"RANK": 256},
+        options={"num_warps": 1},
+        wide=False,
+    ),
+    Case(
+        "columns of keys",
+        keys._columns_of_keys,
+        dict.fromkeys(("keys_ptr", "out_ptr"), "*i64") | dict.fromkeys(("batch", "depth"), "i32"),
+        {"BLOCK": keys.BLOCK},
+        options={"num_warps": 4},
+        wide=False,
+    ),
+    Case(
         "pooled",
         best_token._pooled,
         dict.fromkeys(("logits_ptr", "x_ptr", "weight_ptr"), "*bf16")
-        | {"best_ptr": "*fp32", "column_ptr": "*i32", "pool_ptr": "*i64"}
-        | dict.fromkeys(("batch", "places", "size", "stride"), "i32"),
+        | dict.fromkeys(("keys_ptr", "pool_ptr"), "*i64")
+        | dict.fromkeys(("places", "size", "stride"), "i32"),
         {"SIZE": 256, "BLOCK": best_token.POOL_BLOCK},
         options={"num_warps": 4},
         multiples=("size",),
-    ),
-    Case(
-        "best part",
-        best_token._best_part,
-        {"best_ptr": "*fp32", "column_ptr": "*i32", "out_ptr": "*i64"}
-        | dict.fromkeys(("table_ptr", "taken_ptr"), "*bf16")
-        | dict.fromkeys(("parts", "batch"), "i32"),
-        {"PARTS": 256, "RANK": 256},
-        options={"num_warps": 1},
-        wide=False,
     ),
     Case(
         "gru gates",

@@ -48,46 +48,59 @@ def test_top_columns_of_nothing(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("looks_up", [False, True])
 @pytest.mark.parametrize(("batch", "vocab", "rank"), [(1, 200, 16), (5, 1000, 64), (17, 333, 32)])
-def test_best_corrected(
-    batch: int, vocab: int, rank: int, backward: bool, dtype: torch.dtype, device: torch.device
+def test_corrected_rows(
+    batch: int, vocab: int, rank: int, looks_up: bool, dtype: torch.dtype, device: torch.device
 ) -> None:
+    """Row by row, given the token that the row before has chosen; odd rows read backwards."""
     if dtype == torch.bfloat16 and device.type == "cpu":
         pytest.skip("Triton's interpreter multiplies no bfloat16 matrices")
-    wide = _random(batch, 2, vocab, device=device).to(dtype)
-    logits = wide[:, 1]
-    x = _random(batch, rank, device=device, seed=1).to(dtype)
+    depth = 3
+    logits = _random(batch, depth, vocab + 3, device=device).to(dtype)[:, :, :vocab]
     weight = _random(vocab, rank, device=device, seed=2).to(dtype)
-    logits[0, 3] = torch.nan
-    assert best_token.fits_best_corrected(x, weight)
     table = _random(vocab, rank, device=device, seed=3).to(dtype)
-    got, taken = best_token.best_corrected(logits, x, weight, table, backward)
-    assert torch.equal(taken, table[got])
-    scores = (logits.double() + x.double() @ weight.double().T).nan_to_num(nan=float("-inf"))
-    found = scores.gather(1, got.unsqueeze(1)).squeeze(1)
-    torch.testing.assert_close(found, scores.amax(1), rtol=1e-6, atol=1e-4)
+    before = torch.arange(batch, device=device) * 11
+    logits[0, 1, 3] = torch.nan
+    assert best_token.fits_corrected_rows(table[:batch], weight)
+    rows = best_token.CorrectedRows(logits, before, weight, table)
+    for row in range(depth):
+        if looks_up:
+            rows.choose(row)
+        else:
+            rows.choose(row, rows.look_up(row).clone())
+    got = rows.columns()
+    for row in range(depth):
+        assert torch.equal(rows.before[:, row], table[before])
+        bias = table[before].double() @ weight.double().T
+        scores = (logits[:, row].double() + bias).nan_to_num(nan=float("-inf"))
+        found = scores.gather(1, got[:, row : row + 1]).squeeze(1)
+        torch.testing.assert_close(found, scores.amax(1), rtol=1e-6, atol=1e-4)
+        before = got[:, row]
 
 
-@pytest.mark.parametrize("backward", [False, True])
-def test_equal_scores_give_the_lowest_column(backward: bool, device: torch.device) -> None:
-    logits = torch.zeros(2, 700, device=device)
-    logits[1, [650, 300, 301]] = 1.0
-    x, weight = torch.zeros(2, 16, device=device), torch.zeros(700, 16, device=device)
-    found, _ = best_token.best_corrected(logits, x, weight, weight, backward)
-    assert found.tolist() == [0, 300]
-    nothing = torch.full_like(logits, -torch.inf)
-    assert best_token.best_corrected(nothing, x, weight, weight, backward)[0].tolist() == [0, 0]
+def test_equal_scores_give_the_lowest_column(device: torch.device) -> None:
+    """Whichever direction a row is read in; the lowest of all for a row of nothing."""
+    logits = torch.zeros(2, 4, 700, device=device)
+    logits[1, :2, [650, 300, 301]] = 1.0
+    logits[1, 1, 299] = -0.0
+    logits[:, 2:] = -torch.inf
+    weight = torch.zeros(700, 16, device=device)
+    rows = best_token.CorrectedRows(logits, torch.tensor([3, 4], device=device), weight, weight)
+    for row in range(4):
+        rows.choose(row)
+    assert rows.columns().tolist() == [[0, 0, 0, 0], [300, 300, 0, 0]]
+    x, flipped = torch.zeros(2, 16, device=device), logits[:, 0].flip(1)
     pool = torch.arange(700, device=device).flip(0).expand(2, -1).contiguous()
-    assert best_token.best_in_pool(logits.flip(1), x, pool, weight).tolist() == [0, 300]
+    assert best_token.best_in_pool(flipped, x, pool, weight).tolist() == [0, 300]
 
 
-def test_what_best_corrected_serves(device: torch.device) -> None:
+def test_what_corrected_rows_serve(device: torch.device) -> None:
     x, weight = torch.zeros(2, 24, device=device), torch.zeros(9, 24, device=device)
-    assert not best_token.fits_best_corrected(x, weight)  # no power of two
-    assert not best_token.fits_best_corrected(x[:, :16], torch.empty(0, device=device))
+    assert not best_token.fits_corrected_rows(x, weight)  # no power of two
+    assert not best_token.fits_corrected_rows(x[:, :16], torch.empty(0, device=device))
     many = torch.zeros(best_token.MAX_BATCH + 1, 16, device=device)
-    assert not best_token.fits_best_corrected(many, weight[:, :16].contiguous())
+    assert not best_token.fits_corrected_rows(many, weight[:, :16].contiguous())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -2,8 +2,8 @@
 """The best token of logits that a low-rank product corrects, without writing the sums.
 
 A Markov head's row adds W2 x to the row's logits, and only the best column is wanted. So the CTAs
-stream W2 once, each keeps its best, and a second kernel takes the best of these. Domino's pool is
-the same with a matrix per request.
+stream W2 once, and each offers its best (`keys.py`). The next row's kernel looks W1 up by it, so a
+row is one kernel. Domino's pool is the same with a matrix per request.
 
 A block's rows read W2 in alternate directions: what one has read last is in the L2 cache still, and
 the next begins with it. Its first tiles are loaded before the preceding kernel has ended (PDL).
@@ -11,14 +11,14 @@ the next begins with it. Its first tiles are loaded before the preceding kernel 
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
+from forerun.kernels.drafting.keys import columns_of_keys, new_keys, raise_key, token_before
 from forerun.kernels.runtime.gpu import gpu_of, next_power_of_2
-from forerun.kernels.runtime.jit import jit, tl
+from forerun.kernels.runtime.jit import jit, jit_no_specialize, tl
 from forerun.kernels.runtime.pdl import pdl_options, prefetch_lines
 
-MAX_BATCH = 64  # requests of `best_corrected`: their x stays in registers
+MAX_BATCH = 64  # requests of `CorrectedRows`: their x stays in registers
 MAX_RANK = 512
 BLOCK_V = 64  # columns of a tile
 AHEAD = 4  # tiles that a CTA requests before the preceding kernel has ended
@@ -26,43 +26,62 @@ LINE = 128  # bytes of a line of the L2 cache
 POOL_BLOCK = 32
 
 
-def fits_best_corrected(x: Tensor, weight: Tensor) -> bool:
-    """Whether `best_corrected` serves x [B, r] and a weight [V, r] that is not quantized."""
+def fits_corrected_rows(x: Tensor, weight: Tensor) -> bool:
+    """Whether `CorrectedRows` serves x [B, r] and a weight [V, r] that is not quantized."""
     rank = weight.shape[-1]
     power = 16 <= rank <= MAX_RANK and rank == next_power_of_2(rank)
     plain = weight.numel() > 0 and weight.is_contiguous() and x.dtype == weight.dtype
     return plain and power and len(x) <= MAX_BATCH
 
 
-def best_corrected(
-    logits: Tensor, x: Tensor, weight: Tensor, table: Tensor, backward: bool = False
-) -> tuple[Tensor, Tensor]:
-    """The column of the largest logits + weight x, on a GPU, and its row of `table`.
+class CorrectedRows:
+    """The best columns of a block's rows, chosen one after the other on a GPU.
 
-    Args:
-        logits: [B, V], contiguous rows.
-        x: [B, r]; `fits_best_corrected`.
-        weight: [V, r].
-        table: [V, r], contiguous.
-        backward: read `weight` from its end.
-
-    Returns:
-        columns [B] int64, the lowest of equals, 0 where all are NaN or -inf; table[columns] [B, r].
+    Row i's is that of the largest logits + weight x, the lowest of equals, 0 where all are NaN or
+    -inf; x is made of the row of `table` of the token before it, which is row i - 1's column.
     """
-    batch, vocab = logits.shape
-    rank, gpu = weight.shape[1], gpu_of(x.device)
-    tile = BLOCK_V // 2 if gpu.amd else BLOCK_V
-    parts = min(gpu.num_sms, -(-vocab // tile))
-    best, column = _new_parts(parts, batch, x)
-    stages = 2 if gpu.amd or rank > 256 else 4
-    _corrected[(parts,)](
-        logits, x.contiguous(), weight, best, column, batch, vocab, logits.stride(0),
-        RANK=rank, BLOCK_B=max(16, next_power_of_2(batch)), BLOCK_V=tile, BACKWARD=backward,
-        PREFETCH=AHEAD * tile * rank * weight.itemsize // LINE, LINE=LINE // weight.itemsize,
-        num_warps=8 if gpu.amd else 4, num_stages=stages, **pdl_options(x),
-    )  # fmt: skip
-    taken = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return _best_of(best, column, table, taken), taken
+
+    def __init__(self, logits: Tensor, anchor: Tensor, weight: Tensor, table: Tensor) -> None:
+        """`logits` [B, D, V], the last dimension contiguous; `anchor` [B] int64, the token before
+        row 0; `weight` and `table` [V, r], contiguous: `fits_corrected_rows`.
+        """
+        batch, depth, _ = logits.shape
+        self._logits, self._weight, self._table = logits, weight, table
+        self._anchor = anchor.contiguous()
+        self._keys = new_keys(depth, batch, logits.device)
+        # [B, D, r]: of the table, for the token before each row.
+        self.before = table.new_empty(batch, depth, table.shape[1])
+
+    def look_up(self, row: int) -> Tensor:
+        """The table's row of the token before a row, [B, r], where x is not just that."""
+        batch, depth, rank = self.before.shape
+        _look_up[(batch,)](
+            self._anchor, self._keys, self._table, self.before, depth, row,
+            RANK=rank, num_warps=1, **pdl_options(self.before),
+        )  # fmt: skip
+        return self.before[:, row]
+
+    def choose(self, row: int, x: Tensor | None = None) -> None:
+        """Chooses a row's column, after those before it.
+
+        x: [B, r]; none: the table's row of the token before, which is also put into `before`.
+        """
+        batch, depth, vocab = self._logits.shape
+        rank, gpu = self._weight.shape[1], gpu_of(self._weight.device)
+        tile = BLOCK_V // 2 if gpu.amd else BLOCK_V
+        _corrected[(min(gpu.num_sms, -(-vocab // tile)),)](
+            self._logits, self.before if x is None else x.contiguous(), self._weight, self._table,
+            self._anchor, self._keys, self.before, batch, depth, vocab, row,
+            self._logits.stride(0), self._logits.stride(1),
+            LOOK_UP=x is None, RANK=rank, BLOCK_B=max(16, next_power_of_2(batch)), BLOCK_V=tile,
+            BACKWARD=row % 2 == 1, PREFETCH=AHEAD * tile * rank * self._weight.itemsize // LINE,
+            LINE=LINE // self._weight.itemsize, num_warps=8 if gpu.amd else 4,
+            num_stages=2 if gpu.amd or rank > 256 else 4, **pdl_options(self.before),
+        )  # fmt: skip
+
+    def columns(self) -> Tensor:
+        """What the rows have chosen, [B, D] int64."""
+        return columns_of_keys(self._keys)
 
 
 def best_in_pool(logits: Tensor, x: Tensor, pool: Tensor, weight: Tensor) -> Tensor:
@@ -79,33 +98,13 @@ def best_in_pool(logits: Tensor, x: Tensor, pool: Tensor, weight: Tensor) -> Ten
     """
     batch, places = pool.shape
     size = weight.shape[1]
-    parts = -(-places // POOL_BLOCK)
-    best, column = _new_parts(parts, batch, x)
-    _pooled[(parts, batch)](
-        logits, x.contiguous(), pool, weight, best, column, batch, places, size,
+    keys = new_keys(1, batch, x.device)
+    _pooled[(-(-places // POOL_BLOCK), batch)](
+        logits, x.contiguous(), pool, weight, keys, places, size,
         logits.stride(0), SIZE=next_power_of_2(size), BLOCK=POOL_BLOCK, num_warps=4,
         **pdl_options(x),
     )  # fmt: skip
-    return _best_of(best, column)
-
-
-def _new_parts(parts: int, batch: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    best = torch.empty(parts, batch, dtype=torch.float32, device=like.device)
-    return best, torch.empty(parts, batch, dtype=torch.int32, device=like.device)
-
-
-def _best_of(
-    best: Tensor, column: Tensor, table: Tensor | None = None, taken: Tensor | None = None
-) -> Tensor:
-    """The column of the best part, [B] int64; `taken` becomes its rows of `table`."""
-    parts, batch = best.shape
-    out = torch.empty(batch, dtype=torch.int64, device=best.device)
-    _best_part[(batch,)](
-        best, column, out, best if table is None else table, best if taken is None else taken,
-        parts, batch, RANK=0 if table is None else table.shape[1], PARTS=next_power_of_2(parts),
-        num_warps=1, **pdl_options(best),
-    )  # fmt: skip
-    return out
+    return columns_of_keys(keys).squeeze(1)
 
 
 @jit
@@ -130,11 +129,12 @@ def _prefetch_tiles(
     prefetch_lines(weight_ptr + tl.minimum(tl.maximum(at, 0), vocab.to(tl.int64) * RANK - 1))
 
 
-@jit
+@jit_no_specialize("row")
 def _corrected(
-    logits_ptr, x_ptr, weight_ptr, best_ptr, column_ptr, batch, vocab, stride,
-    RANK: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_V: tl.constexpr, BACKWARD: tl.constexpr,
-    PREFETCH: tl.constexpr, LINE: tl.constexpr, PDL: tl.constexpr,
+    logits_ptr, x_ptr, weight_ptr, table_ptr, anchor_ptr, keys_ptr, before_ptr,
+    batch, depth, vocab, row, batch_stride, row_stride,
+    LOOK_UP: tl.constexpr, RANK: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_V: tl.constexpr,
+    BACKWARD: tl.constexpr, PREFETCH: tl.constexpr, LINE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A CTA takes every num_programs-th tile of columns and keeps each request's best."""
     part, parts = tl.program_id(0), tl.num_programs(0)
@@ -145,7 +145,15 @@ def _corrected(
         tl.extra.cuda.gdc_wait()
     b, r = tl.arange(0, BLOCK_B), tl.arange(0, RANK)
     served = b < batch
-    x = tl.load(x_ptr + r[:, None] + b[None, :] * RANK, mask=served[None, :], other=0.0)
+    if LOOK_UP:
+        token = token_before(anchor_ptr, keys_ptr, row, batch, b, served)
+        looked_up = table_ptr + token[None, :] * RANK + r[:, None]
+        x = tl.load(looked_up, mask=served[None, :], other=0.0)
+        kept = before_ptr + (b.to(tl.int64) * depth + row)[None, :] * RANK + r[:, None]
+        tl.store(kept, x, mask=served[None, :] & (part == 0))
+    else:
+        x = tl.load(x_ptr + r[:, None] + b[None, :] * RANK, mask=served[None, :], other=0.0)
+    logits_ptr += row.to(tl.int64) * row_stride
     best = tl.full([BLOCK_B], float("-inf"), tl.float32)
     column = tl.zeros([BLOCK_B], tl.int32)
     for step in range(part, tiles, parts):
@@ -154,7 +162,7 @@ def _corrected(
         at = v.to(tl.int64)[:, None] * RANK + r[None, :]
         weight = tl.load(weight_ptr + at, mask=inside[:, None], other=0.0)
         both = inside[:, None] & served[None, :]
-        own = b.to(tl.int64)[None, :] * stride + v[:, None]
+        own = b.to(tl.int64)[None, :] * batch_stride + v[:, None]
         scores = tl.load(logits_ptr + own, mask=both, other=float("-inf")).to(tl.float32)
         scores += tl.dot(weight, x, input_precision="ieee")
         scores = tl.where(both & (scores == scores), scores, float("-inf"))
@@ -165,13 +173,25 @@ def _corrected(
             better |= (largest == best) & (largest > float("-inf"))
         best = tl.where(better, largest, best)
         column = tl.where(better, first, column)
-    tl.store(best_ptr + part * batch + b, best, mask=served)
-    tl.store(column_ptr + part * batch + b, column, mask=served)
+    raise_key(keys_ptr + row * batch + b, best, column, served & (best > float("-inf")))
+
+
+@jit_no_specialize("row")
+def _look_up(
+    anchor_ptr, keys_ptr, table_ptr, before_ptr, depth, row, RANK: tl.constexpr, PDL: tl.constexpr
+):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    request, r = tl.program_id(0), tl.arange(0, RANK)
+    token = token_before(anchor_ptr, keys_ptr, row, tl.num_programs(0), request, True)
+    own = (request.to(tl.int64) * depth + row) * RANK + r
+    tl.store(before_ptr + own, tl.load(table_ptr + token * RANK + r))
 
 
 @jit
 def _pooled(
-    logits_ptr, x_ptr, pool_ptr, weight_ptr, best_ptr, column_ptr, batch, places, size, stride,
+    logits_ptr, x_ptr, pool_ptr, weight_ptr, keys_ptr, places, size, stride,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A CTA scores BLOCK places of a request's pool."""
@@ -190,25 +210,4 @@ def _pooled(
     scores = tl.where(inside & (scores == scores), scores, float("-inf"))
     largest = tl.max(scores, 0)
     best = tl.where(inside & (scores == largest), ids, 2147483647)
-    tl.store(best_ptr + part * batch + request, largest)
-    tl.store(column_ptr + part * batch + request, tl.min(best, 0).to(tl.int32))
-
-
-@jit
-def _best_part(
-    best_ptr, column_ptr, out_ptr, table_ptr, taken_ptr, parts, batch,
-    RANK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    request, part = tl.program_id(0), tl.arange(0, PARTS)
-    inside = part < parts
-    at = part * batch + request
-    best = tl.load(best_ptr + at, mask=inside, other=float("-inf"))
-    column = tl.load(column_ptr + at, mask=inside, other=2147483647)
-    first = tl.min(tl.where(best == tl.max(best, 0), column, 2147483647), 0).to(tl.int64)
-    tl.store(out_ptr + request, first)
-    if RANK > 0:
-        r = tl.arange(0, RANK)
-        tl.store(taken_ptr + request * RANK + r, tl.load(table_ptr + first * RANK + r))
+    raise_key(keys_ptr + request, largest, tl.min(best, 0), largest > float("-inf"))

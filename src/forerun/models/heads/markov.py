@@ -23,7 +23,7 @@ from torch import Tensor
 
 from forerun.config.schema import Size
 from forerun.core.errors import ConfigError
-from forerun.kernels.drafting.best_token import best_corrected, fits_best_corrected
+from forerun.kernels.drafting.best_token import CorrectedRows, fits_corrected_rows
 from forerun.kernels.drafting.confidence import confidences
 from forerun.kernels.runtime.jit import use_triton
 from forerun.layers.communication import WeightPlacement
@@ -141,35 +141,54 @@ class DSparkHead(DraftHead):
             self.confidence_head = ConfidenceHead(config, sizes, place)
 
     def propose(self, block: Block, vocabulary: DraftVocabulary, draw: Draw) -> Proposal:
-        hidden, markov = block.predicting, self.markov_head
+        hidden = block.predicting
         base = vocabulary.compute_logits(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
-        columns = None
+        top = self._config.draft_topk
+        if block.greedy and top is None and self.markov_head.fuses(hidden):
+            tokens, before = self._best(block, base)
+        else:
+            tokens, before = self._drawn(block, base, draw)
+        confidence = self.confidence_head(hidden, before) if self._config.confidence else None
+        return Proposal(tokens, confidence)
+
+    def _best(self, block: Block, base: Tensor) -> tuple[Tensor, Tensor]:
+        """The best tokens [B, D] by base logits [B, D, V] and bias, chosen by kernels; W1 of the
+        token before each, [B, D, r].
+        """
+        markov, hidden = self.markov_head, block.predicting
+        tables = markov.markov_w2.weight, markov.markov_w1.weight
+        rows, state = CorrectedRows(base, block.anchor, *tables), markov.start(block)
+        for i in range(block.depth):
+            if markov.changes_before:
+                x, state = markov.step(rows.look_up(i), hidden[:, i], state)
+                rows.choose(i, x)
+            else:
+                rows.choose(i)
+        return rows.columns(), rows.before
+
+    def _drawn(self, block: Block, base: Tensor, draw: Draw) -> tuple[Tensor, Tensor]:
+        """The same with drawn tokens, and of a few base logits if so configured."""
+        markov, hidden, columns = self.markov_head, block.predicting, None
         if self._config.draft_topk is not None:
             base, columns = base.topk(self._config.draft_topk, -1)
-        fused = block.greedy and columns is None and markov.fuses(hidden)
-        token, tokens, before = block.anchor, [], []
-        state, taken = markov.start(block), None
+        token, state = block.anchor, markov.start(block)
+        tokens, before = [], []
         for i in range(block.depth):
-            before.append(markov.markov_w1(token) if taken is None else taken)
+            before.append(markov.markov_w1(token))
             x, state = markov.step(before[-1], hidden[:, i], state)
-            if fused:
-                tables = markov.markov_w2.weight, markov.markov_w1.weight
-                token, taken = best_corrected(base[:, i], x, *tables, backward=i % 2 == 1)
-            else:
-                bias = markov.markov_w2(x)
-                own = None if columns is None else columns[:, i : i + 1]
-                if own is not None:
-                    bias = bias.gather(1, own.squeeze(1))
-                token = draw((base[:, i] + bias).unsqueeze(1), i, own).squeeze(1)
+            bias = markov.markov_w2(x)
+            own = None if columns is None else columns[:, i : i + 1]
+            if own is not None:
+                bias = bias.gather(1, own.squeeze(1))
+            token = draw((base[:, i] + bias).unsqueeze(1), i, own).squeeze(1)
             tokens.append(token)
-        confidence = None
-        if self._config.confidence:
-            confidence = self.confidence_head(hidden, torch.stack(before, 1))
-        return Proposal(torch.stack(tokens, 1), confidence)
+        return torch.stack(tokens, 1), torch.stack(before, 1)
 
 
 class MarkovHead(Module):
     """vanilla: the bias depends on the token before only."""
+
+    changes_before: ClassVar[bool] = False  # whether `step` makes something else of W1's row
 
     def __init__(self, config: MarkovConfig, sizes: BodySizes, place: WeightPlacement) -> None:
         self.markov_w1 = VocabEmbedding(sizes.vocab_size, config.rank, place)
@@ -185,7 +204,7 @@ class MarkovHead(Module):
         """
         before, after = self.markov_w1.weight, self.markov_w2.weight
         whole = before.shape == after.shape
-        return use_triton(hidden) and whole and fits_best_corrected(hidden[:, 0], after)
+        return use_triton(hidden) and whole and fits_corrected_rows(hidden[:, 0], after)
 
     def step(self, before: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """W1 of the token before [B, r], the row's hidden states [B, H], the state -> what W2
@@ -195,6 +214,8 @@ class MarkovHead(Module):
 
 
 class GatedMarkovHead(MarkovHead):
+    changes_before = True
+
     def __init__(self, config: MarkovConfig, sizes: BodySizes, place: WeightPlacement) -> None:
         super().__init__(config, sizes, place)
         self.gate_proj = Affine(sizes.hidden_size + config.rank, config.rank, place, bias=True)
@@ -205,6 +226,8 @@ class GatedMarkovHead(MarkovHead):
 
 
 class RecurrentMarkovHead(MarkovHead):
+    changes_before = True
+
     def __init__(self, config: MarkovConfig, sizes: BodySizes, place: WeightPlacement) -> None:
         super().__init__(config, sizes, place)
         self._rank = config.rank
