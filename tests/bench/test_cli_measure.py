@@ -56,9 +56,9 @@ def test_demo_sampled_text_is_identical_too(capsys: pytest.CaptureFixture[str]) 
 @needs_pair
 def test_demo_of_another_target(capsys: pytest.CaptureFixture[str]) -> None:
     """With its draft; a fault of either would be one line."""
-    models = ("--model-path", str(PAIR / "target"))
-    models += ("--speculative-draft-model-path", str(PAIR / "draft"))
-    out = call(capsys, "demo", "--real", "--json", *models, *SHORT)
+    target, draft = ("--model-path", str(PAIR / "target")), str(PAIR / "draft")
+    args = (*target, "--speculative-draft-model-path", draft, *SHORT)
+    out = call(capsys, "demo", "--real", "--json", *args)
     assert out["identical"] is True and out["algorithm"] == "DFLASH"
     assert [p["skill"] for p in out["prompts"][::2]] == ["dialogue", "code", "maths", "summary"]
 
@@ -77,10 +77,12 @@ def test_demo_without_a_draft_says_so(
 
 def test_the_shipped_draft_is_for_its_algorithm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("forerun.cli.demo.real_draft", lambda: Path("shipped"))
-    assert real_models(None, None, None) == real_models(None, None, "DFLASH")
-    assert real_models(None, None, None).draft == {"speculative_draft_model_path": "shipped"}
-    assert real_models(None, "mine", None).draft == {"speculative_draft_model_path": "mine"}
-    assert real_models(None, None, "NGRAM").draft == {}
+    for algorithm in (None, "DFLASH"):
+        draft = real_models(None, None, algorithm).draft
+        assert draft["speculative_draft_model_path"] == "shipped"
+        mine = real_models(None, "mine", algorithm).draft
+        assert mine["speculative_draft_model_path"] == "mine"
+    assert real_models(None, None, "NGRAM").draft == {"speculative_algorithm": "NGRAM"}
     assert real_models("m.gguf", None, "NGRAM").target == {"model_path": "m.gguf"}
 
 

@@ -6,8 +6,8 @@ With the bundled pair, or with `--real` a model of 135 M parameters that writes 
 from __future__ import annotations
 
 import io
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,18 +42,18 @@ WITHOUT_DRAFT = "NGRAM"  # what speculates where there is no draft
 
 @dataclass(frozen=True)
 class Models:
-    """What both engines load, and what the speculative one has besides."""
+    """What is shown, on which prompts."""
 
     algorithm: str
-    target: dict[str, Any] = field(default_factory=dict)
-    draft: dict[str, Any] = field(default_factory=dict)
+    prompts: Callable[[LLM], list[Prompt]]
+    target: dict[str, Any]  # settings of both engines
+    draft: dict[str, Any]  # of the speculative one besides
     remark: str | None = None  # for the user
 
 
 def demo(
     real: Annotated[
-        bool,
-        typer.Option("--real", help=f"{REAL_TARGET} from the Hub, or --model-path"),
+        bool, typer.Option("--real", help=f"{REAL_TARGET} from the Hub, or --model-path")
     ] = False,
     model_path: Annotated[
         str | None, typer.Option(help="With --real: a GGUF file, a model folder, or org/name")
@@ -83,64 +83,81 @@ def demo(
     """Watch a model generate, plain and with its draft: the same text, only faster."""
     if repetitions < 1:
         raise ConfigError(f"--repetitions must be >= 1, got {repetitions}.")
-    name = algorithm.upper() if algorithm else None
-    if real:
-        models = real_models(model_path, speculative_draft_model_path, name)
-    elif model_path or speculative_draft_model_path:
-        raise ConfigError("--model-path and --speculative-draft-model-path need --real; add it.")
-    else:
-        models = Models(name or bundled_algorithm())
+    choose = real_models if real else bundled_models
+    models = choose(
+        model_path, speculative_draft_model_path, algorithm.upper() if algorithm else None
+    )
     get_algorithm(models.algorithm)  # refuses an unknown name before anything is loaded
+    asked: dict[str, Any] = {"temperature": temperature, "seed": seed, "repetitions": repetitions}
     params = SamplingParams(
         temperature=temperature, sampling_seed=seed, max_new_tokens=max_new_tokens
     )
-    common = {**SMALL, **models.target, "dtype": dtype, "device": device}
     # With --json nothing is shown, but an image may still be saved.
     console = Console(file=io.StringIO()) if as_json else Console()
-    with ExitStack() as stack:
-        with console.status("Loading the models"):
-            # The speculative one first: it refuses a draft of another target.
-            spec = stack.enter_context(
-                LLM(**common, **models.draft, speculative_algorithm=models.algorithm)
-            )
-            plain = stack.enter_context(LLM(**common))
-        if models.remark is not None:
-            dim(models.remark)
-        prompts = chat_prompts(chat_encoder(plain.tokenizer)) if real else demo_prompts(plain)
-        decode = decoder(plain.tokenizer)
-        show = Show(console, models.algorithm, decode)
+    with console.status("Loading the models"):
+        plain, spec = loaded(models, {**SMALL, "dtype": dtype, "device": device})
+    with plain, spec:
+        show = Show(console, models.algorithm, decoder(plain.tokenizer))
         show.opening()
+        prompts = models.prompts(plain)
         result = compare(plain, spec, prompts, params, repetitions, on_prompt=show.prompt)
         show.closing(result)
         if svg is not None:
-            save_picture(result, models.algorithm, decode, svg)
+            save_picture(result, models.algorithm, show.decode, svg)
         if as_json:
-            settings = {
-                **models.target,
-                "algorithm": models.algorithm,
-                "dtype": spec.explain()["dtype"],
-                "temperature": temperature,
-                "seed": seed,
-                "repetitions": repetitions,
-            }
-            print_json({**result.as_dict(), **settings, "environment": environment(spec)})
+            asked |= {"algorithm": models.algorithm, "dtype": spec.explain()["dtype"]}
+            extra = {**models.target, **asked, "environment": environment(spec)}
+            print_json({**result.as_dict(), **extra})
     fail_if_aborted(result.outputs)
     if not result.identical:
         raise typer.Exit(1)
 
 
+def bundled_models(model_path: str | None, draft: str | None, algorithm: str | None) -> Models:
+    """The bundled pair.
+
+    Raises:
+        ConfigError: another target or draft is named.
+    """
+    if model_path or draft:
+        raise ConfigError("--model-path and --speculative-draft-model-path need --real; add it.")
+    name = algorithm or bundled_algorithm()
+    return Models(name, demo_prompts, {}, {"speculative_algorithm": name})
+
+
 def real_models(model_path: str | None, draft: str | None, algorithm: str | None) -> Models:
-    """Of `--real`. Without a draft, given or shipped, drafts are looked up in the text so far."""
-    target = {"model_path": model_path or REAL_TARGET}
-    shipped = real_draft() if algorithm in (None, bundled_algorithm()) else None
-    if draft is None and shipped is None and algorithm is None:
+    """A model that writes English, with a draft: given, shipped, or else looked up in the text."""
+    remark = None
+    if draft is None and algorithm in (None, bundled_algorithm()):
+        shipped = real_draft()
+        draft = None if shipped is None else str(shipped)
+    if draft is None and algorithm is None:
+        algorithm = WITHOUT_DRAFT
         remark = f"No draft for {REAL_TARGET} is in this installation, and"
         remark += " --speculative-draft-model-path names none:"
-        remark += f" {WITHOUT_DRAFT} looks drafts up in the text so far."
-        return Models(WITHOUT_DRAFT, target, remark=remark)
-    draft = draft or (str(shipped) if shipped else None)
-    settings = {} if draft is None else {"speculative_draft_model_path": draft}
-    return Models(algorithm or bundled_algorithm(), target, settings)
+        remark += f" {algorithm} looks drafts up in the text so far."
+    name = algorithm or bundled_algorithm()
+    own = {} if draft is None else {"speculative_draft_model_path": draft}
+    return Models(
+        name,
+        lambda llm: chat_prompts(chat_encoder(llm.tokenizer)),
+        {"model_path": model_path or REAL_TARGET},
+        {"speculative_algorithm": name, **own},
+        remark,
+    )
+
+
+def loaded(models: Models, common: Mapping[str, Any]) -> tuple[LLM, LLM]:
+    """The plain engine and the speculative one, which comes first: it refuses a wrong draft."""
+    spec = LLM(**common, **models.target, **models.draft)
+    try:
+        plain = LLM(**common, **models.target)
+    except BaseException:
+        spec.close()
+        raise
+    if models.remark is not None:
+        dim(models.remark)
+    return plain, spec
 
 
 def demo_prompts(llm: LLM) -> list[Prompt]:
