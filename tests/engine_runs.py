@@ -15,8 +15,11 @@ from forerun.engine.engine import Engine
 def run_together(engine: Engine, requests: Sequence[Request], preempts: bool = False) -> None:
     """All in one batch.
 
-    `preempts`: every third step preempts the youngest, as if the pages had run out.
+    `preempts`: every third step preempts the youngest, as if the pages had run out. Steps then
+    decode beside prompts: a prompt of many steps that went first would begin again and again.
     """
+    if preempts:
+        engine.scheduler.limit_mixed_steps(0)
     for request in requests:
         engine.submit(request)
     for step in itertools.count():

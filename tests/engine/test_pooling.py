@@ -138,7 +138,7 @@ def test_vectors_and_texts_do_not_change(
 @pytest.mark.parametrize("settings", [{}, {"chunked_prefill_size": 16}], ids=str)
 def test_vectors_on_a_gpu(name: str | None, settings: dict[str, Any]) -> None:
     """One at a time, where prefill of last tokens is captured, and in batches."""
-    with golden_llm(name, device="cuda", **settings) as llm:
+    with golden_llm(name, device="cuda", page_size=16, **settings) as llm:
         for at, prompt in enumerate(PROMPTS):
             for pooling in POOLINGS:
                 request = pooled(llm.engine, prompt, pooling)
