@@ -99,19 +99,51 @@ CASES = [
         "pooled",
         best_token._pooled,
         dict.fromkeys(("logits_ptr", "x_ptr", "weight_ptr"), "*bf16")
-        | dict.fromkeys(("keys_ptr", "pool_ptr"), "*i64")
-        | dict.fromkeys(("places", "size", "stride"), "i32"),
+        | dict.fromkeys(("columns_ptr", "tokens_ptr", "keys_ptr"), "*i64")
+        | dict.fromkeys(("row", "places", "size", "stride"), "i32"),
         {"SIZE": 256, "BLOCK": best_token.POOL_BLOCK},
         options={"num_warps": 4},
         multiples=("size",),
     ),
+    *(
+        Case(
+            f"GRU step, {block_b} requests",
+            gru._gru_step,
+            dict.fromkeys(
+                ("x_ptr", "state_ptr", "of_input_ptr", "of_state_ptr", "out_ptr"), "*bf16"
+            )
+            | dict.fromkeys(("first_ptr", "keys_ptr"), "*i64")
+            | dict.fromkeys(("batch", "row", "inputs", "size"), "i32"),
+            {
+                "LOOK_UP": True,
+                "ZEROS": False,
+                "UNITS": gru.UNITS,
+                "BLOCK_B": block_b,
+                "BLOCK_K": gru.BLOCK_BYTES // 2,
+            },
+            options={"num_warps": 4, "num_stages": 4},
+            hip_constants={"BLOCK_K": gru.BLOCK_BYTES // 4},
+            hip_options={"num_stages": 2, "num_warps": 8},
+            multiples=("inputs", "size"),
+            matrix=True,
+        )
+        for block_b in (16, gru.MAX_BLOCK_B)
+    ),
     Case(
-        "gru gates",
-        gru._gru_gates,
-        dict.fromkeys(("x_ptr", "h_ptr", "state_ptr", "out_ptr"), "*bf16") | {"size": "i32"},
-        {"BLOCK": gru.BLOCK},
-        options={"num_warps": 4},
-        wide=False,
+        "SiLU of state",
+        gru._silu_of_state,
+        dict.fromkeys(("base_ptr", "state_ptr", "weight_ptr", "out_ptr"), "*bf16")
+        | dict.fromkeys(("batch", "outputs", "size", "base_stride", "weight_stride"), "i32"),
+        {
+            "OUTPUTS": gru.OUTPUTS,
+            "BLOCK_B": gru.MAX_BLOCK_B,
+            "BLOCK_K": gru.BLOCK_BYTES // 2,
+        },
+        options={"num_warps": 4, "num_stages": 4},
+        hip_constants={"BLOCK_K": gru.BLOCK_BYTES // 4},
+        hip_options={"num_stages": 2, "num_warps": 8},
+        multiples=("outputs", "size", "base_stride", "weight_stride"),
+        matrix=True,
     ),
     Case(
         "convolve rows",

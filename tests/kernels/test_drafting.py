@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.kernels.drafting import best_token, gru, top_columns, walk
+from forerun.kernels.drafting import best_token, gru, keys, top_columns, walk
 from forerun.kernels.drafting.convolution import convolve_rows
+from forerun.kernels.sampling.argmax import argmax_keys_ref
 from forerun.layers.communication import WeightPlacement
 from forerun.models.heads import correlator, markov, selector
 from forerun.models.heads import gru as domino
@@ -90,9 +92,12 @@ def test_equal_scores_give_the_lowest_column(device: torch.device) -> None:
     for row in range(4):
         rows.choose(row)
     assert rows.columns().tolist() == [[0, 0, 0, 0], [300, 300, 0, 0]]
-    x, flipped = torch.zeros(2, 16, device=device), logits[:, 0].flip(1)
-    pool = torch.arange(700, device=device).flip(0).expand(2, -1).contiguous()
-    assert best_token.best_in_pool(flipped, x, pool, weight).tolist() == [0, 300]
+    x, found = torch.zeros(2, 16, device=device), keys.new_keys(3, 2, device)
+    columns = torch.arange(700, device=device).flip(0).expand(2, -1).contiguous()
+    pool = best_token.Pool(columns, columns + 5)
+    best_token.best_in_pool(logits[:, 0], x, pool, weight, found, 1)
+    best_token.best_in_pool(logits[:, 2], x, pool, weight, found, 2)
+    assert keys.columns_of_keys(found).tolist() == [[0, 5, 0], [0, 305, 0]]
 
 
 def test_what_corrected_rows_serve(device: torch.device) -> None:
@@ -123,15 +128,47 @@ def test_convolution(rows: int, dtype: torch.dtype, device: torch.device) -> Non
         torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
 
 
-def test_gru(device: torch.device) -> None:
-    """PyTorch's cell."""
-    size, inputs, batch = 300, 40, 3
-    cell = torch.nn.GRUCell(inputs, size, bias=False)
-    x, state = _random(batch, inputs, device=device), _random(batch, size, device=device, seed=1)
-    cell = cell.to(device)
-    with torch.no_grad():
-        got = gru.gru_gates(x @ cell.weight_ih.T, state @ cell.weight_hh.T, state)
-        torch.testing.assert_close(got, cell(x, state), rtol=1e-4, atol=1e-5)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("batch", [1, 3, 35])
+@pytest.mark.parametrize(("inputs", "size"), [(40, 24), (144, 130)])
+def test_gru(inputs: int, size: int, batch: int, dtype: torch.dtype, device: torch.device) -> None:
+    """PyTorch's cell; from zeros, too, and with inputs that are looked up by tokens."""
+    if dtype == torch.bfloat16 and device.type == "cpu":
+        pytest.skip("Triton's interpreter multiplies no bfloat16 matrices")
+    cell = torch.nn.GRUCell(inputs, size, bias=False).to(device, dtype)
+    table = _random(50, inputs, device=device).to(dtype)
+    first = torch.arange(batch, device=device)
+    before, chosen = _random(batch, size, device=device, seed=1).to(dtype), (first * 7 + 3) % 50
+    found = keys.new_keys(2, batch, device)
+    found[1] = argmax_keys_ref(F.one_hot(chosen, 50).float(), 0)
+    weights = cell.weight_ih, cell.weight_hh
+    close = (
+        {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-5}
+    )
+    for state in (before, None):
+        for row, tokens in ((0, first % 50), (2, chosen)):
+            x = table[tokens]
+            with torch.no_grad():
+                want = cell(x, state)
+                place = keys.TokensBefore(first % 50, found, row)
+                looked_up = gru.gru_step(table, state, *weights, place)
+                torch.testing.assert_close(gru.gru_step(x, state, *weights), want, **close)
+                torch.testing.assert_close(looked_up, want, **close)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("batch", [1, 35])
+def test_silu_of_state(batch: int, dtype: torch.dtype, device: torch.device) -> None:
+    if dtype == torch.bfloat16 and device.type == "cpu":
+        pytest.skip("Triton's interpreter multiplies no bfloat16 matrices")
+    outputs, size = 20, 300
+    base = _random(batch, 2, outputs, device=device).to(dtype)[:, 1]
+    state = _random(batch, size, device=device, seed=1).to(dtype)
+    weight = _random(outputs, size + 8, device=device, seed=2).to(dtype)[:, 8:]
+    got = gru.silu_of_state(base, state, weight)
+    want = F.silu(base.double() + state.double() @ weight.double().T)
+    tolerance = 1e-2 if dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=10 * tolerance)
 
 
 # --- heads --------------------------------------------------------------------------------------
@@ -185,7 +222,10 @@ def test_a_head_drafts_the_same_with_kernels(
             greedy=True,
             context=_random(BATCH, HIDDEN, device=device, seed=200 + seed),
         )
-        fused = head.propose(block, vocabulary, best)
+        with monkeypatch.context() as patch:
+            if seed == 4:  # `embed` is not a look-up
+                patch.setattr(vocabulary, "embedding_rows", lambda: None)
+            fused = head.propose(block, vocabulary, best)
         with monkeypatch.context() as patch:
             for module in (selector, domino, correlator, markov, top_columns, gru):
                 patch.setattr(module, "use_triton", lambda tensor: False)

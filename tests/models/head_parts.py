@@ -11,6 +11,9 @@ class Vocabulary:
     def __init__(self, embedding: Tensor, lm_head: Tensor) -> None:
         self.embedding, self.lm_head = embedding, lm_head
 
+    def embedding_rows(self) -> Tensor:
+        return self.embedding
+
     def embed(self, input_ids: Tensor) -> Tensor:
         return self.embedding[input_ids]
 

@@ -186,7 +186,11 @@ class _Builder:
                     config=settings.config,
                     caps=settings.caps,
                     target=TargetHandle(
-                        settings.target, model.embed, model.compute_logits, model.compute_argmax
+                        settings.target,
+                        model.embed,
+                        model.embedding_rows,
+                        model.compute_logits,
+                        model.compute_argmax,
                     ),
                     device=settings.device,
                     dtype=settings.dtype,

@@ -71,6 +71,12 @@ class VocabEmbedding(Module):
         """Reads the LM head's packed weight from now on, instead of one of its own."""
         self.packed, self.weight = packed, self.weight.new_empty(0, self.weight.shape[1])
 
+    @property
+    def rows(self) -> Tensor | None:
+        """`weight`, if a call is a look-up of its rows and no more."""
+        plain = self.quantized is None and self.packed is None
+        return self.weight if plain and self._comm.size == 1 and self._scale == 1 else None
+
     def __call__(self, input_ids: Tensor) -> Tensor:
         """input_ids [T] int -> [T, H]."""
         if self._comm.size == 1:

@@ -76,6 +76,10 @@ class CausalLM(Module, ABC):
     def embed(self, input_ids: Tensor) -> Tensor:
         """input_ids [T] int -> [T, H]."""
 
+    def embedding_rows(self) -> Tensor | None:
+        """[V, H], what `embed` looks up; None: it does more."""
+        return None
+
     @abstractmethod
     def forward(
         self,

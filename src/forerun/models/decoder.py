@@ -99,6 +99,9 @@ class DecoderForCausalLM(CausalLM):
         """Returns scales, in families that have some."""
         return Scales()
 
+    def embedding_rows(self) -> Tensor | None:
+        return self.model.embed_tokens.rows
+
     def embed(self, input_ids: Tensor) -> Tensor:
         return self.model.embed_tokens(input_ids)
 

@@ -41,6 +41,9 @@ class TargetVocab(Protocol):
     """The target's embedding and LM head, as in `CausalLM`."""
 
     @property
+    def embedding_rows(self) -> Callable[[], Tensor | None]: ...
+
+    @property
     def embed(self) -> Callable[[Tensor], Tensor]: ...
 
     @property
@@ -79,6 +82,11 @@ class DraftModel(Module):
     def weights(self, prefix: str = "") -> dict[str, Tensor]:
         out = super().weights(prefix)
         return out if self.d2t is None else out | {f"{prefix}{OFFSETS}": self.d2t}
+
+    def embedding_rows(self) -> Tensor | None:
+        """[V, H], what `embed` looks up; None: it does more."""
+        own = self.embed_tokens
+        return self._target.embedding_rows() if own is None else own.rows
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """input_ids [T] -> [T, H]."""

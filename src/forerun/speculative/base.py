@@ -98,6 +98,7 @@ class TargetHandle:
 
     config: ModelConfig
     embed: Callable[[Tensor], Tensor]  # ids [T] -> [T, H]
+    embedding_rows: Callable[[], Tensor | None]  # [V, H], if `embed` is a look-up only
     compute_logits: Callable[[Tensor], Tensor]  # [T, H] -> logits [T, V]
     compute_argmax: Callable[[Tensor], Tensor]  # [T, H] -> [T] int64, the most likely tokens
 

@@ -11,6 +11,8 @@ the next begins with it. Its first tiles are loaded before the preceding kernel 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
 from forerun.kernels.drafting.keys import columns_of_keys, new_keys, raise_key, token_before
@@ -84,27 +86,33 @@ class CorrectedRows:
         return columns_of_keys(self._keys)
 
 
-def best_in_pool(logits: Tensor, x: Tensor, pool: Tensor, weight: Tensor) -> Tensor:
-    """The column of the largest logits + weight[pool] x of every request, on a GPU.
+@dataclass(frozen=True)
+class Pool:
+    """The columns that are scored of each request."""
+
+    columns: Tensor  # [B, C] int64, contiguous
+    tokens: Tensor  # [B, C] int64, contiguous: their ids, of the target
+
+
+def best_in_pool(
+    logits: Tensor, x: Tensor, pool: Pool, weight: Tensor, keys: Tensor, row: int
+) -> None:
+    """Chooses the token of the largest logits + weight x in every request's pool, on a GPU.
 
     Args:
-        logits: [B, C], of the pool, contiguous rows.
-        x: [B, m].
-        pool: [B, C] int64, columns.
+        logits: [B, V], contiguous rows.
+        x: [B, m], contiguous.
         weight: [V, m], contiguous.
-
-    Returns:
-        columns [B] int64.
+        keys: [D, B] int64, of `new_keys`; those of `row` become the best tokens', the lowest of
+            equals.
     """
-    batch, places = pool.shape
+    batch, places = pool.columns.shape
     size = weight.shape[1]
-    keys = new_keys(1, batch, x.device)
     _pooled[(-(-places // POOL_BLOCK), batch)](
-        logits, x.contiguous(), pool, weight, keys, places, size,
-        logits.stride(0), SIZE=next_power_of_2(size), BLOCK=POOL_BLOCK, num_warps=4,
-        **pdl_options(x),
+        logits, x, pool.columns, pool.tokens, weight, keys, row, places, size,
+        logits.stride(0),
+        SIZE=next_power_of_2(size), BLOCK=POOL_BLOCK, num_warps=4, **pdl_options(x),
     )  # fmt: skip
-    return columns_of_keys(keys).squeeze(1)
 
 
 @jit
@@ -189,9 +197,9 @@ def _look_up(
     tl.store(before_ptr + own, tl.load(table_ptr + token * RANK + r))
 
 
-@jit
+@jit_no_specialize("row")
 def _pooled(
-    logits_ptr, x_ptr, pool_ptr, weight_ptr, keys_ptr, places, size, stride,
+    logits_ptr, x_ptr, columns_ptr, tokens_ptr, weight_ptr, keys_ptr, row, places, size, stride,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A CTA scores BLOCK places of a request's pool."""
@@ -201,13 +209,15 @@ def _pooled(
     part, request = tl.program_id(0), tl.program_id(1).to(tl.int64)
     c, m = part * BLOCK + tl.arange(0, BLOCK), tl.arange(0, SIZE)
     inside, in_size = c < places, m < size
-    ids = tl.load(pool_ptr + request * places + c, mask=inside, other=0)
-    at = ids[:, None] * size + m[None, :]
+    columns = tl.load(columns_ptr + request * places + c, mask=inside, other=0)
+    tokens = tl.load(tokens_ptr + request * places + c, mask=inside, other=0)
+    at = columns[:, None] * size + m[None, :]
     weights = tl.load(weight_ptr + at, mask=inside[:, None] & in_size[None, :], other=0.0)
     x = tl.load(x_ptr + request * size + m, mask=in_size, other=0.0).to(tl.float32)
-    scores = tl.load(logits_ptr + request * stride + c, mask=inside, other=0.0).to(tl.float32)
-    scores += tl.sum(weights.to(tl.float32) * x[None, :], 1)
+    scores = tl.load(logits_ptr + request * stride + columns, mask=inside, other=0.0)
+    scores = scores.to(tl.float32) + tl.sum(weights.to(tl.float32) * x[None, :], 1)
     scores = tl.where(inside & (scores == scores), scores, float("-inf"))
     largest = tl.max(scores, 0)
-    best = tl.where(inside & (scores == largest), ids, 2147483647)
-    raise_key(keys_ptr + request, largest, tl.min(best, 0), largest > float("-inf"))
+    first = tl.min(tl.where(inside & (scores == largest), tokens, 0x7FFFFFFF), 0)
+    own = keys_ptr + row * tl.num_programs(1) + request
+    raise_key(own, largest, first, largest > float("-inf"))

@@ -8,6 +8,8 @@ read the key, so that no kernel lies between.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -21,6 +23,15 @@ BLOCK = 256
 def new_keys(depth: int, batch: int, device: torch.device) -> Tensor:
     """Keys [D, B] int64 of rows that have chosen nothing yet."""
     return torch.full((depth, batch), NOTHING, dtype=torch.int64, device=device)
+
+
+@dataclass(frozen=True)
+class TokensBefore:
+    """Where kernels find the tokens that come before a row."""
+
+    first: Tensor  # [B] int64: before row 0
+    keys: Tensor  # [D, B] int64: what the rows have chosen
+    row: int
 
 
 def columns_of_keys(keys: Tensor) -> Tensor:

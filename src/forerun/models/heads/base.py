@@ -56,6 +56,9 @@ class Proposal:
 class DraftVocabulary(Protocol):
     """What a head uses of the draft model that it belongs to."""
 
+    def embedding_rows(self) -> Tensor | None:
+        """[V, H], what `embed` looks up; None: it does more."""
+
     def embed(self, input_ids: Tensor) -> Tensor:
         """input_ids [T] -> [T, H]."""
 

@@ -18,9 +18,11 @@ from torch import Tensor
 
 from forerun.config.schema import Size
 from forerun.core.errors import ConfigError
-from forerun.kernels.drafting.best_token import best_in_pool
-from forerun.kernels.drafting.gru import gru_gates
+from forerun.kernels.drafting.best_token import Pool, best_in_pool
+from forerun.kernels.drafting.gru import gru_step, silu_of_state
+from forerun.kernels.drafting.keys import TokensBefore, columns_of_keys, new_keys
 from forerun.kernels.runtime.jit import use_triton
+from forerun.kernels.sampling.argmax import argmax
 from forerun.layers.communication import WeightPlacement
 from forerun.models.heads.base import (
     Affine,
@@ -92,15 +94,13 @@ class GRUCell(Parameters):
 
     def __init__(self, inputs: int, size: int, place: WeightPlacement) -> None:
         super().__init__(place, weight_ih_l0=(3 * size, inputs), weight_hh_l0=(3 * size, size))
-        self.size = size
 
-    def __call__(self, x: Tensor, state: Tensor) -> Tensor:
-        """x [B, in], state [B, size] -> the next state."""
-        of_input, of_state = (
-            F.linear(x, self["weight_ih_l0"]),
-            F.linear(state, self["weight_hh_l0"]),
-        )
-        return gru_gates(of_input, of_state, state)
+    def __call__(
+        self, x: Tensor, state: Tensor | None, tokens: TokensBefore | None = None
+    ) -> Tensor:
+        """x [B, in], or a table of it for `tokens`; state [B, size], or zeros -> the next state."""
+        weights = self["weight_ih_l0"], self["weight_hh_l0"]
+        return gru_step(x.to(weights[0].dtype), state, *weights, tokens)
 
 
 class DominoHead(DraftHead):
@@ -116,38 +116,75 @@ class DominoHead(DraftHead):
         self.embed_proj = SiLUMLP(self._inner, self._readout)
 
     def propose(self, block: Block, vocabulary: DraftVocabulary, draw: Draw) -> Proposal:
-        hidden = block.predicting
+        hidden, pool = block.predicting, None
         base = vocabulary.compute_logits(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
-        readout, pool, pooled = self._readout["weight"].to(hidden.dtype), None, base
         if 0 < self._pool < base.shape[-1]:
-            pool = base.amax(1).topk(self._pool, -1).indices  # [B, C], of all rows
-            pooled = base.gather(2, pool.unsqueeze(1).expand(-1, block.depth, -1))
-        fused = pool is not None and block.greedy and use_triton(hidden)
-        of_hidden, of_state = self._halves(hidden)
-        state = hidden.new_zeros(hidden.shape[0], self._config.gru_size)
-        token, tokens = block.anchor, []
+            pool = base.amax(1).topk(self._pool, -1, sorted=False).indices  # [B, C], of all rows
+        corrects = block.depth > self._config.pure_prefix
+        if pool is not None and block.greedy and corrects and use_triton(hidden):
+            columns = Pool(pool, vocabulary.to_target_ids(pool))
+            return Proposal(self._best(block, vocabulary, base, columns))
+        return Proposal(self._drawn(block, vocabulary, base, draw, pool))
+
+    def _best(self, block: Block, vocabulary: DraftVocabulary, base: Tensor, pool: Pool) -> Tensor:
+        """The best tokens [B, D] by base logits [B, D, V] and correction, chosen by kernels."""
+        of_hidden, of_state = self._halves(block.predicting)
+        prefix, readout = self._config.pure_prefix, self._readout["weight"]
+        keys = new_keys(block.depth - prefix, len(base), base.device)
+        state, token, tokens = None, block.anchor.contiguous(), []
         for i in range(block.depth):
-            state = self.prefix_gru(vocabulary.embed(token).to(hidden.dtype), state)
+            before = TokensBefore(token, keys, max(0, i - prefix))
+            state = self._after(before, vocabulary, state)
+            if i < prefix:
+                token = vocabulary.to_target_ids(argmax(base[:, i], invalid=0))
+                tokens.append(token)
+            else:
+                inner = silu_of_state(of_hidden[:, i], state, of_state)
+                best_in_pool(base[:, i], inner, pool, readout, keys, i - prefix)
+        return torch.cat([*(token.unsqueeze(1) for token in tokens), columns_of_keys(keys)], 1)
+
+    def _after(
+        self, before: TokensBefore, vocabulary: DraftVocabulary, state: Tensor | None
+    ) -> Tensor:
+        """The GRU's state after the tokens before a row."""
+        table, row = vocabulary.embedding_rows(), before.row
+        if table is not None and table.dtype == self.prefix_gru["weight_ih_l0"].dtype:
+            return self.prefix_gru(table, state, before)
+        token = before.first
+        if row > 0:
+            token = columns_of_keys(before.keys[row - 1 : row]).squeeze(1)
+        return self.prefix_gru(vocabulary.embed(token), state)
+
+    def _drawn(
+        self,
+        block: Block,
+        vocabulary: DraftVocabulary,
+        base: Tensor,
+        draw: Draw,
+        pool: Tensor | None,
+    ) -> Tensor:
+        """The same with drawn tokens, and of all columns if there is no pool."""
+        hidden, pooled, rows = block.predicting, base, self._readout["weight"]
+        if pool is not None:
+            pooled = base.gather(2, pool.unsqueeze(1).expand(-1, block.depth, -1))
+            rows = rows[pool]
+        own = None if pool is None else pool.unsqueeze(1)
+        of_hidden, of_state = self._halves(hidden)
+        state, token, tokens = None, block.anchor, []
+        for i in range(block.depth):
+            state = self.prefix_gru(vocabulary.embed(token), state)
             if i < self._config.pure_prefix:
                 token = draw(base[:, i : i + 1], i).squeeze(1)
             else:
-                inner = F.silu(torch.addmm(of_hidden[:, i], state, of_state))
-                if fused:
-                    assert pool is not None
-                    column = best_in_pool(pooled[:, i], inner, pool, readout)
-                    token = vocabulary.to_target_ids(column)
-                else:
-                    rows = readout if pool is None else readout[pool]
-                    scores = pooled[:, i : i + 1] + inner.unsqueeze(1) @ rows.mT
-                    own = None if pool is None else pool.unsqueeze(1)
-                    token = draw(scores, i, own).squeeze(1)
+                inner = silu_of_state(of_hidden[:, i], state, of_state)
+                scores = pooled[:, i : i + 1] + inner.unsqueeze(1) @ rows.mT
+                token = draw(scores, i, own).squeeze(1)
             tokens.append(token)
-        return Proposal(torch.stack(tokens, 1))
+        return torch.stack(tokens, 1)
 
     def _halves(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """The first linear's product with the rows' hidden states [B, D, H], [B, D, m], and its
-        weight for the GRU's state, transposed, [g, m].
+        weight for the GRU's state, [m, g].
         """
-        weight = self._inner["weight"].to(hidden.dtype)
-        size = hidden.shape[-1]
-        return F.linear(hidden, weight[:, :size]), weight[:, size:].t()
+        weight, size = self._inner["weight"], hidden.shape[-1]
+        return F.linear(hidden, weight[:, :size]), weight[:, size:]
