@@ -10,9 +10,17 @@ from hypothesis import strategies as st
 
 from forerun.scheduler.prefill_budget import MIN_TOKENS, TILE, PrefillBudget
 from forerun.scheduler.schedule_policy import SchedulePolicy
+from forerun.scheduler.step_times import StepTimes
 from tests.scheduler.test_scheduler import make, plain, request, run
 
 BOUND = 0.2
+
+
+def made(max_tokens: int, bound: float = BOUND, decode: float = 0.0) -> PrefillBudget:
+    """One that knows the time of decode, if it is over 0."""
+    times = StepTimes()
+    times.record(0, True, decode)
+    return PrefillBudget(max_tokens, bound, times)
 
 
 def record_step(budget: PrefillBudget, decode: float, per_token: float) -> tuple[int, float]:
@@ -33,8 +41,7 @@ def record_step(budget: PrefillBudget, decode: float, per_token: float) -> tuple
 def test_it_follows_the_cost_of_a_token(
     decode: float, per_token: float, later: float, max_tokens: int
 ) -> None:
-    budget = PrefillBudget(max_tokens, BOUND)
-    budget.record(0, True, decode)
+    budget = made(max_tokens, decode=decode)
     for cost in (per_token, later, per_token):
         for _ in range(12):
             tokens, seconds = record_step(budget, decode, cost)
@@ -49,8 +56,7 @@ def test_it_follows_the_cost_of_a_token(
 @pytest.mark.parametrize("known", [0.0, 0.02, 1.0])
 def test_a_wrong_time_of_decode_is_harmless(known: float) -> None:
     """It changes with the batch; steps stay near the limit."""
-    budget = PrefillBudget(4096, BOUND)
-    budget.record(0, True, known)
+    budget = made(4096, decode=known)
     steps = [record_step(budget, 0.05, 1e-4) for _ in range(30)][-10:]
     assert max(seconds for _, seconds in steps) < 1.25 * BOUND
     assert known > BOUND or min(tokens for tokens, _ in steps) >= 1200
@@ -58,20 +64,19 @@ def test_a_wrong_time_of_decode_is_harmless(known: float) -> None:
 
 def test_it_starts_low() -> None:
     """The first long prompt stalls nobody; where its tokens are cheap the limit is soon gone."""
-    budget = PrefillBudget(2048, BOUND)
+    budget = made(2048)
     assert [record_step(budget, 0.01, 2e-5)[0] for _ in range(5)] == [256, 512, 1024, 2048, 2048]
 
 
 def test_a_slow_step_is_forgotten() -> None:
-    budget = PrefillBudget(4096, BOUND)
-    budget.record(0, True, 0.01)
+    budget = made(4096, decode=0.01)
     budget.record(8, False, 3.0)  # something was compiled
     limits = [record_step(budget, 0.01, 1e-4)[0] for _ in range(7)]
     assert limits == [128, 256, 512, 1024, 1888, 1888, 1888]
 
 
 def test_prompts_alone_lower_the_limit_in_advance() -> None:
-    budget = PrefillBudget(2048, BOUND)
+    budget = made(2048)
     budget.record(2048, False, 2.0)
     assert budget.tokens(mixed=True) == 192  # 204 would take 0.2 s
     assert budget.tokens(mixed=False) == 2048
@@ -82,7 +87,7 @@ def test_prompts_alone_lower_the_limit_in_advance() -> None:
 
 
 def test_zero_is_no_limit() -> None:
-    budget = PrefillBudget(2048, 0.0)
+    budget = made(2048, 0.0)
     budget.record(2048, True, 60.0)
     assert budget.tokens(mixed=True) == 2048
 

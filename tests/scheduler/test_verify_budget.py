@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun.scheduler.verify_budget import (
+    BatchTimes,
     Budget,
-    StepTimes,
     Survivals,
     budgets,
     drafting_options,
@@ -22,7 +22,7 @@ SETTINGS = settings(max_examples=150, deadline=None)
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[Survivals, StepTimes]:
+def cases(draw: st.DrawFn) -> tuple[Survivals, BatchTimes]:
     """Survivals of up to 6 requests with up to 4 drafts, and times that rise with the work."""
     batch, count = draw(st.integers(1, 6)), draw(st.integers(1, 4))
     rates = draw(st.lists(RATES, min_size=batch * count, max_size=batch * count))
@@ -36,15 +36,15 @@ def cases(draw: st.DrawFn) -> tuple[Survivals, StepTimes]:
     verify = [base + token * n for n in tokens]
     drafting = list(range(1, batch + 1))
     fixed, each = draw(steps), draw(steps)
-    return survival, StepTimes(tokens, verify, drafting, [fixed + each * d for d in drafting])
+    return survival, BatchTimes(tokens, verify, drafting, [fixed + each * d for d in drafting])
 
 
-def best_budget(survival: Survivals, times: StepTimes) -> Budget:
+def best_budget(survival: Survivals, times: BatchTimes) -> Budget:
     """The best step with drafts."""
     return max(budgets(survival, times)[1:], key=lambda each: each.throughput)
 
 
-def best_of_all(survival: Survivals, times: StepTimes) -> float:
+def best_of_all(survival: Survivals, times: BatchTimes) -> float:
     """The highest throughput over all sets of drafting requests and all verify passes."""
     batch, best = len(survival), 0.0
     for drafting, cost in zip(times.drafting, times.draft, strict=True):
@@ -58,7 +58,7 @@ def best_of_all(survival: Survivals, times: StepTimes) -> float:
 
 @SETTINGS
 @given(case=cases())
-def test_no_step_is_much_better(case: tuple[Survivals, StepTimes]) -> None:
+def test_no_step_is_much_better(case: tuple[Survivals, BatchTimes]) -> None:
     """Of few requests which of them draft may be missed by a price between two that are tried."""
     survival, times = case
     got = best_budget(survival, times)
@@ -67,9 +67,9 @@ def test_no_step_is_much_better(case: tuple[Survivals, StepTimes]) -> None:
 
 @SETTINGS
 @given(case=cases())
-def test_no_step_is_better_where_all_requests_draft(case: tuple[Survivals, StepTimes]) -> None:
+def test_no_step_is_better_where_all_requests_draft(case: tuple[Survivals, BatchTimes]) -> None:
     survival, times = case
-    everyone = StepTimes(times.tokens, times.verify, times.drafting[-1:], times.draft[-1:])
+    everyone = BatchTimes(times.tokens, times.verify, times.drafting[-1:], times.draft[-1:])
     got = best_budget(survival, everyone)
     assert got.throughput == pytest.approx(best_of_all(survival, everyone), rel=1e-12)
 
@@ -77,7 +77,7 @@ def test_no_step_is_better_where_all_requests_draft(case: tuple[Survivals, StepT
 @SETTINGS
 @given(case=cases())
 def test_a_budget_is_a_step_there_is_and_promises_what_it_says(
-    case: tuple[Survivals, StepTimes],
+    case: tuple[Survivals, BatchTimes],
 ) -> None:
     survival, times = case
     batch = len(survival)
@@ -97,7 +97,7 @@ def test_requests_that_pay_draft() -> None:
     survival = np.stack([hard, easy] * 16)
     tokens = [32 * width for width in range(1, 9)]
     options = drafting_options(32, 8)
-    times = StepTimes(tokens, [8 + 0.02 * n for n in tokens], options, [0.1 * d for d in options])
+    times = BatchTimes(tokens, [8 + 0.02 * n for n in tokens], options, [0.1 * d for d in options])
     got = best_budget(survival, times)
     assert got.drafting == 16 and all(index % 2 for index in got.order[:16])
     plain = budgets(survival, times)[0]

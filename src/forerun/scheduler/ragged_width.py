@@ -16,7 +16,7 @@ from forerun.core.request import Request
 from forerun.core.widths import captured_width
 from forerun.scheduler.adaptive_width import Offer, ThroughputPolicy, VerifyOutcome
 from forerun.scheduler.step_costs import StepCosts
-from forerun.scheduler.verify_budget import Budget, StepTimes, Survivals, budgets, drafting_options
+from forerun.scheduler.verify_budget import BatchTimes, Budget, Survivals, budgets, drafting_options
 
 INITIAL_RATE = 0.8  # before the first survivals arrive
 
@@ -82,14 +82,14 @@ class RaggedWidth(ThroughputPolicy):
         left = params.max_new_tokens - len(request.output) - len(request.pending)
         return min(params.draft_limit(self.max_drafts), max(left - 1, 0))
 
-    def _times(self, batch: int, indices: Sequence[int]) -> StepTimes:
+    def _times(self, batch: int, indices: Sequence[int]) -> BatchTimes:
         """The steps of these widths."""
         costs, draft = self.costs[batch], self.costs.drafting
         options = [batch]
         if self.costs.drafts_apart:
             options = drafting_options(batch, self._parts)
         apart = draft(batch)
-        return StepTimes(
+        return BatchTimes(
             tokens=[int(self.widths[i] * batch) for i in indices],
             verify=[costs[0], *(max(costs[i] - apart, costs[0]) for i in indices[1:])],
             drafting=options,

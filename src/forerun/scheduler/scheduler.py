@@ -154,8 +154,8 @@ class Scheduler:
         self.policy = replace(self.policy, max_mixed_step=seconds)
         most = self.limits.chunked_prefill_size
         most = min(most, self.policy.max_prefill_tokens or most)
-        self.prefill_budget = PrefillBudget(most, seconds)
         self.turns = DecodeTurns(self.policy, most)
+        self.prefill_budget = PrefillBudget(most, seconds, self.turns.times)
 
     # --- requests -------------------------------------------------------------------------------
 

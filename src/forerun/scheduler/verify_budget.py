@@ -30,7 +30,7 @@ Survivals = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class StepTimes:
+class BatchTimes:
     """Seconds of the steps of one batch, drafts and verify pass apart."""
 
     # N of each verify pass there is, not falling; the first: B, plain decoding; the others: more.
@@ -64,7 +64,7 @@ def drafting_options(batch: int, parts: int) -> list[int]:
     return [*range(step, batch - step + 1, step), batch]
 
 
-def budgets(survival: Survivals, times: StepTimes) -> list[Budget]:
+def budgets(survival: Survivals, times: BatchTimes) -> list[Budget]:
     """The step with the highest expected throughput for each verify pass; first plain decoding.
 
     Args:
@@ -93,7 +93,7 @@ def _gains(survival: Survivals) -> Survivals:
 
 
 def _candidates(
-    survival: Survivals, times: StepTimes
+    survival: Survivals, times: BatchTimes
 ) -> list[tuple[int, float, NDArray[np.int64]]]:
     """Each number of drafting requests, its seconds, and the requests in an order."""
     batch = len(survival)
