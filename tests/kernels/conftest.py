@@ -37,6 +37,19 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+@pytest.fixture(params=["triton", "cpu"])
+def each_device(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> torch.device:
+    """Where Triton's kernels run, then where the C++ kernels do: both have one reference."""
+    if request.param == "triton":
+        return device
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    if library.library() is None:
+        pytest.skip("no C++ compiler")
+    return torch.device("cpu")
+
+
 @pytest.fixture(scope="module")
 def level(request: pytest.FixtureRequest) -> Iterator[None]:
     """The CPU kernels of a level of `cpu_levels` instead of those for this CPU."""

@@ -35,11 +35,11 @@ def drawn(rates: Tensor, widths: Tensor, generator: torch.Generator) -> Tensor:
 @pytest.mark.parametrize("with_confidence", [False, True])
 @pytest.mark.parametrize(("batch", "drafts"), [(1, 1), (5, 7), (40, 15)])
 def test_kernels_equal_their_reference(
-    batch: int, drafts: int, with_confidence: bool, device: torch.device
+    batch: int, drafts: int, with_confidence: bool, each_device: torch.device
 ) -> None:
     generator = torch.Generator().manual_seed(batch)
     want = Estimator.new(48, drafts, CPU)
-    got = copy(want, device)
+    got = copy(want, each_device)
     limits = torch.randint(0, drafts + 2, (49,), generator=generator, dtype=torch.int32)
     limits[48] = 0
     for step in range(5):
@@ -52,13 +52,16 @@ def test_kernels_equal_their_reference(
         widths = torch.randint(1, drafts + 2, (batch,), generator=generator, dtype=torch.int32)
         committed = drawn(torch.full((batch, drafts), 0.8), widths, generator)
         given = slots, limits, confidence
-        on_device = [None if x is None else x.to(device) for x in given]
+        on_device = [None if x is None else x.to(each_device) for x in given]
         survival = want.survival_ref(*given)
         torch.testing.assert_close(got.survival(*on_device).cpu(), survival)
         assert ((survival[:, 1:] <= survival[:, :-1]) & (survival[:, 1:] >= 0)).all()
-        want.update_ref(StepOutcome(slots, widths, committed, confidence))
-        inputs = [x.to(device) for x in (slots, widths, committed)]
-        got.update(StepOutcome(*inputs, on_device[2]))
+        drafting = None if step % 2 else max(batch // 2, 1)
+        rest = {"limits": limits, "num_drafting": drafting} if step > 1 else {}
+        want.update_ref(StepOutcome(slots, widths, committed, confidence, **rest))
+        inputs = [x.to(each_device) for x in (slots, widths, committed)]
+        rest |= {"limits": on_device[1]} if rest else {}
+        got.update(StepOutcome(*inputs, on_device[2], **rest))
         for each in fields(want):
             mine, reference = vars(got)[each.name].cpu(), vars(want)[each.name]
             if each.name == "counts":  # a rate at the edge of a bin may round to either side
@@ -69,16 +72,31 @@ def test_kernels_equal_their_reference(
         assert not want.count[48].any() and not got.count[48].any()
 
 
-def test_plain_steps_fade_what_is_known(device: torch.device) -> None:
-    estimator = Estimator.new(3, 2, CPU)
-    estimator.count.fill_(8.0)
-    got = copy(estimator, device)
-    for each in (estimator, got):
-        each.fade(torch.tensor([0, 2], device=each.count.device))
-    want = torch.tensor([8 * PLAIN_FADE, 8, 8 * PLAIN_FADE])
-    for each in (estimator, got):
-        torch.testing.assert_close(each.count[:3, 1].cpu(), want)
-        torch.testing.assert_close(each.count[-1].cpu(), torch.full((2,), 8 * PLAIN_FADE))
+@pytest.mark.parametrize("width", [1, 3])
+def test_one_width_of_all_requests(width: int, each_device: torch.device) -> None:
+    """Also a plain step, in which what is known loses weight."""
+    want = Estimator.new(3, 2, CPU)
+    want.count.fill_(8.0)
+    want.count[-2] = 0.0  # of padding
+    got, slots = copy(want, each_device), torch.tensor([0, 2])
+    committed = torch.full((2,), width, dtype=torch.int32)
+    got.update(StepOutcome(slots.to(each_device), width, committed.to(each_device)))
+    want.update_ref(StepOutcome(slots, torch.full_like(committed, width), committed))
+    for each in fields(want):
+        torch.testing.assert_close(vars(got)[each.name].cpu(), vars(want)[each.name])
+    if width == 1:
+        faded = torch.tensor([8 * PLAIN_FADE, 8, 8 * PLAIN_FADE])
+        torch.testing.assert_close(want.count[:3, 1], faded)
+        torch.testing.assert_close(want.count[-1], torch.full((2,), 8 * PLAIN_FADE))
+
+
+def test_drafts_that_were_not_compared() -> None:
+    """Beyond a request's limit, and of requests that another one drafts for."""
+    limits = torch.tensor([9, 1, 9, 0], dtype=torch.int32)
+    widths = torch.tensor([4, 4, 4], dtype=torch.int32)
+    step = StepOutcome(torch.arange(3), widths, widths, limits=limits, num_drafting=2)
+    assert step.compared.tolist() == [4, 2, 1]
+    assert widths.tolist() == [4, 4, 4]
 
 
 def test_nothing_is_known_at_first() -> None:

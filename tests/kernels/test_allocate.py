@@ -57,35 +57,35 @@ def test_one_token_more_lengthens_one_prefix(survival: Tensor, total: int) -> No
 @SETTINGS
 @given(survival=survivals(7, 9), total=st.integers(0, 80))
 def test_the_kernel_divides_as_its_reference(
-    survival: Tensor, total: int, device: torch.device
+    survival: Tensor, total: int, each_device: torch.device
 ) -> None:
-    got = allocate(survival.to(device), total)
+    got = allocate(survival.to(each_device), total)
     assert got.dtype == torch.int32
     assert got.tolist() == allocate_ref(survival, total).tolist()
 
 
 @pytest.mark.parametrize(("batch", "drafts"), [(1, 15), (33, 7), (64, 15), (256, 15), (5, 1)])
-def test_sizes_of_engines(batch: int, drafts: int, device: torch.device) -> None:
+def test_sizes_of_engines(batch: int, drafts: int, each_device: torch.device) -> None:
     generator = torch.Generator().manual_seed(0)
     rates = torch.rand(batch, drafts, generator=generator).sqrt()
     survival = rates.cumprod(1)
     survival[batch // 2] = 0.0  # the padding slot, or a request without drafts
     for total in (batch, batch + 1, 2 * batch, 3 * batch + 1, batch * drafts, 10**6):
         want = allocate_ref(survival, total)
-        assert torch.equal(allocate(survival.to(device), total).cpu(), want)
+        assert torch.equal(allocate(survival.to(each_device), total).cpu(), want)
 
 
-def test_equal_survivals_go_by_position_then_by_request(device: torch.device) -> None:
-    survival = torch.full((3, 2), 0.5, device=device)
+def test_equal_survivals_go_by_position_then_by_request(each_device: torch.device) -> None:
+    survival = torch.full((3, 2), 0.5, device=each_device)
     widths = [allocate(survival, total).tolist() for total in range(3, 10)]
     assert widths[:4] == [[1, 1, 1], [2, 1, 1], [2, 2, 1], [2, 2, 2]]
     assert widths[4:] == [[3, 2, 2], [3, 3, 2], [3, 3, 3]]
 
 
-def test_what_is_no_probability(device: torch.device) -> None:
+def test_what_is_no_probability(each_device: torch.device) -> None:
     """NaN and what is negative count as 0, more than 1 as 1; other rows stay as they are."""
     rows = [[torch.nan, torch.nan], [7.0, 0.25], [-1.0, -torch.inf], [1.0, 0.5]]
-    survival = torch.tensor(rows, device=device)
+    survival = torch.tensor(rows, device=each_device)
     for total in range(4, 13):
         got = allocate(survival, total).tolist()
         assert got == allocate_ref(survival.cpu(), total).tolist()
@@ -93,16 +93,18 @@ def test_what_is_no_probability(device: torch.device) -> None:
     assert allocate(survival, 6).tolist() == [1, 2, 1, 2]
 
 
-def test_rows_may_be_strided(device: torch.device) -> None:
+def test_rows_may_be_strided(each_device: torch.device) -> None:
     wide = torch.rand(4, 12, generator=torch.Generator().manual_seed(1)).cumprod(1)
     part = wide[:, :5]
-    assert allocate(part.to(device), 13).tolist() == allocate_ref(part.contiguous(), 13).tolist()
+    assert (
+        allocate(part.to(each_device), 13).tolist() == allocate_ref(part.contiguous(), 13).tolist()
+    )
 
 
-def test_more_than_one_cta_can_take(device: torch.device) -> None:
+def test_more_than_one_cta_can_take(each_device: torch.device) -> None:
     batch = LARGEST_TILE // 8
     survival = torch.rand(batch, 9, generator=torch.Generator().manual_seed(2)).cumprod(1)
-    got = allocate(survival.to(device), 2 * batch)
+    got = allocate(survival.to(each_device), 2 * batch)
     assert int(got.sum()) == 2 * batch and torch.equal(got.cpu(), allocate_ref(survival, 2 * batch))
 
 

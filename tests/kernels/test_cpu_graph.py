@@ -49,6 +49,18 @@ def test_a_replay_computes_again_what_was_recorded() -> None:
         assert torch.equal(counts, seen)
 
 
+def test_pools_that_a_step_reads_are_not_its_memory() -> None:
+    pool, made = torch.randn(1000, 8), torch.empty(0)
+
+    def body() -> torch.Tensor:
+        nonlocal made
+        made = torch.empty(4, 8)
+        return made.copy_(pool[2:].view(-1, 8)[:4]) + 1
+
+    graph, out = CpuGraph.record(body)
+    assert graph.nbytes == made.nbytes + out.nbytes
+
+
 @pytest.mark.parametrize(
     "read",
     [

@@ -30,12 +30,14 @@ def test_by_hand() -> None:
 
 @pytest.mark.parametrize("batch", [1, 2, 7, 64])
 @pytest.mark.parametrize("width", [2, 5, 16, 33])
-def test_kernel_matches_reference(batch: int, width: int, device: torch.device) -> None:
+def test_kernel_matches_reference(batch: int, width: int, each_device: torch.device) -> None:
     torch.manual_seed(batch * width)
-    widths = torch.randint(1, width + 1, (batch,), dtype=torch.int32, device=device)
-    ids, candidates = (torch.randint(0, 99, (batch, n), device=device) for n in (width, width - 1))
-    positions = torch.randint(0, 999, (batch * width,), dtype=torch.int32, device=device)
-    given = ids, candidates, positions, torch.randperm(batch * width, device=device)
+    widths = torch.randint(1, width + 1, (batch,), dtype=torch.int32, device=each_device)
+    ids, candidates = (
+        torch.randint(0, 99, (batch, n), device=each_device) for n in (width, width - 1)
+    )
+    positions = torch.randint(0, 999, (batch * width,), dtype=torch.int32, device=each_device)
+    given = ids, candidates, positions, torch.randperm(batch * width, device=each_device)
     count = int(widths.sum())
     other = candidates.clone()
     got = pack_tokens(widths, count, *given)
@@ -45,3 +47,13 @@ def test_kernel_matches_reference(batch: int, width: int, device: torch.device) 
         assert torch.equal(mine, theirs)
     for name in ("ids", "positions", "kv_slots"):
         assert torch.equal(vars(got)[name], vars(want)[name])
+
+
+def test_rows_of_any_shape(each_device: torch.device) -> None:
+    widths = torch.tensor([2, 3, 1], dtype=torch.int32, device=each_device)
+    ids = torch.arange(9, device=each_device).view(3, 3)
+    packed = pack_tokens(widths, 6, ids, ids[:, 1:].clone(), ids.flatten().int(), ids.flatten())
+    table = torch.randn(9, 4, 5, device=each_device)
+    for each in (table, table.transpose(1, 2), table[:, 0], table[:, 0, 0]):
+        assert torch.equal(packed.rows.pack(each), each[packed.rows.places])
+    assert torch.equal(packed.rows.unpack(table[:6]), table[packed.rows.rows])

@@ -337,14 +337,14 @@ class DeviceStep:
         if self.estimator is None:
             return
         tokens, rows = verified.given.tokens, verified.rows
-        if tokens.q_len == 1:
-            self.estimator.fade(tokens.slots)
-            return
-        most = 1 + self.tables.max_drafts[tokens.slots]  # drafts beyond were not compared
-        widths = most.clamp_max(tokens.q_len) if rows is None else torch.minimum(rows.widths, most)
-        if some := verified.given.shape.num_drafting:
-            widths[some:] = 1  # what was verified there beside it was no draft
-        step = StepOutcome(tokens.slots, widths, num_committed, verified.confidence)
+        step = StepOutcome(
+            slots=tokens.slots,
+            widths=tokens.q_len if rows is None else rows.widths,
+            num_committed=num_committed,
+            confidence=verified.confidence,
+            limits=self.tables.max_drafts,  # drafts beyond were not compared
+            num_drafting=verified.given.shape.num_drafting or None,
+        )
         self.estimator.update(step)
 
     def sample(self, tokens: SampleInput, shape: StepShape) -> SampledTokens:

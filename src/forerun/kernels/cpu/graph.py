@@ -65,9 +65,12 @@ class _Call(ctypes.Structure):
 class CpuGraph:
     """A recorded step."""
 
-    def __init__(self, steps: list[Callable[[], object]], kept: list[Any]) -> None:
+    def __init__(
+        self, steps: list[Callable[[], object]], kept: list[Any], made: list[Tensor]
+    ) -> None:
         self._steps = steps
         self._kept = kept  # tensors and structures whose addresses are recorded
+        self._made = made  # of these, the tensors that are not views of others
 
     @classmethod
     def record(cls, body: Callable[[], T]) -> tuple[CpuGraph, T]:
@@ -79,7 +82,7 @@ class CpuGraph:
         recorder = _StepRecorder()
         with recorded_by(recorder), recorder, _RefuseReads():
             result = body()
-        return cls(recorder.finish(), recorder.kept), result
+        return cls(recorder.finish(), recorder.kept, recorder.made), result
 
     @property
     def num_parts(self) -> int:
@@ -88,9 +91,8 @@ class CpuGraph:
 
     @property
     def nbytes(self) -> int:
-        """Memory of the tensors that were made while it was recorded."""
-        found = {x.untyped_storage().data_ptr(): x for x in self._kept if isinstance(x, Tensor)}
-        return sum(x.untyped_storage().nbytes() for x in found.values())
+        """Memory of the tensors that were made while it was recorded; not that of K/V pools."""
+        return sum(x.untyped_storage().nbytes() for x in self._made)
 
     def replay(self) -> None:
         for step in self._steps:
@@ -114,6 +116,7 @@ class _StepRecorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.kept: list[Any] = []
+        self.made: list[Tensor] = []
         self._steps: list[Callable[[], object]] = []
         self._calls: list[_Call] = []
 
@@ -136,9 +139,11 @@ class _StepRecorder(TorchDispatchMode):
         self.kept += results
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if func in _ALLOCATIONS:
+            self.made.append(out)
             return out
         there = {x.untyped_storage().data_ptr() for x in inputs}
         fresh = [x for x in results if x.untyped_storage().data_ptr() not in there]
+        self.made += fresh
         if fresh:
             self._flush()
             self._steps.append(_again(func, args, kwargs, out))
@@ -152,6 +157,7 @@ class _StepRecorder(TorchDispatchMode):
         """Concatenation of matrices by our kernel: PyTorch's takes as long as a small GEMM."""
         out: Tensor = _aten.cat.default(tensors, dim)
         self.kept += [*tensors, out]
+        self.made.append(out)
         for source, target in zip(
             tensors, out.split([x.shape[dim] for x in tensors], dim), strict=True
         ):

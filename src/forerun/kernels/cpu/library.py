@@ -62,6 +62,10 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
     "forerun_apply": (c_int32, c_void_p, c_int64, c_void_p, c_int32, c_int32),
     "forerun_log_sum_exp": (c_void_p, c_int64, c_int64, c_void_p, c_int32, c_int32),
     "forerun_head_gemm": (c_void_p, c_int32),
+    "forerun_survival": (c_void_p, c_int32),
+    "forerun_learn": (c_void_p, c_int32),
+    "forerun_allocate": (c_void_p, c_int32),
+    "forerun_pack_tokens": (c_void_p, c_int32),
     # Not of steps.
     "forerun_replay_delta": (c_void_p, c_void_p, c_void_p, c_void_p, c_int32),
     "forerun_pack": (

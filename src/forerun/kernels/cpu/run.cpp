@@ -12,7 +12,8 @@ enum Kernel : int64_t {
     GEMM, GEMM_ADD_NORM, GEMM_SILU_MUL, GEMM_ARGMAX, RMS_NORM, ROPE_WRITE, ATTENTION, TAKE_ROWS,
     DECODE_INPUTS, VERIFY_INPUTS, ACCEPT_COMMIT, RING_WRITE, TAKE_PACKED_ROWS, KV_SLOTS,
     COPY_ROWS, RING_READ, PROMPT_LOOKUP, SUFFIX_APPEND, SUFFIX_DRAFTS, EXPERTS,
-    CAUSAL_CONV, GATED_DELTA, GATED_NORM, APPLY, LOG_SUM_EXP, HEAD_GEMM,
+    CAUSAL_CONV, GATED_DELTA, GATED_NORM, APPLY, LOG_SUM_EXP, HEAD_GEMM, SURVIVAL, LEARN, ALLOCATE,
+    PACK_TOKENS,
 };
 
 // In Python: `_Call` in graph.py. Pointers and integers as they are, floats in the low half.
@@ -60,6 +61,10 @@ void forerun_gated_norm(In, In, In, In, float, Out, int32_t, int32_t);
 void forerun_apply(int32_t, In, int64_t, Out, int32_t, int32_t);
 void forerun_log_sum_exp(In, int64_t, int64_t, Out, int32_t, int32_t);
 void forerun_head_gemm(In, int32_t);
+void forerun_survival(In, int32_t);
+void forerun_learn(In, int32_t);
+void forerun_allocate(In, int32_t);
+void forerun_pack_tokens(In, int32_t);
 void forerun_copy_rows(In, int64_t, int64_t, int64_t, Out, int64_t, int32_t);
 
 static void run(const Call& c, int32_t threads) {
@@ -101,6 +106,10 @@ static void run(const Call& c, int32_t threads) {
         case LOG_SUM_EXP:
             return forerun_log_sum_exp(c.in(0), w[1], w[2], c.out(3), int32_t(w[4]), threads);
         case HEAD_GEMM: return forerun_head_gemm(c.in(0), threads);
+        case SURVIVAL: return forerun_survival(c.in(0), threads);
+        case LEARN: return forerun_learn(c.in(0), threads);
+        case ALLOCATE: return forerun_allocate(c.in(0), threads);
+        case PACK_TOKENS: return forerun_pack_tokens(c.in(0), threads);
         case COPY_ROWS:
             return forerun_copy_rows(c.in(0), w[1], w[2], w[3], c.out(4), w[5], threads);
     }

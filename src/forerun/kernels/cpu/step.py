@@ -11,8 +11,8 @@ from torch import Tensor
 from forerun.kernels.cpu.library import call
 
 
-def _run(name: str, tensors: tuple[Tensor | None, ...], *integers: int) -> None:
-    """Calls a kernel with its structure of step.cpp: pointers, then 64-bit integers."""
+def run_with(name: str, tensors: tuple[Tensor | None, ...], *integers: int) -> None:
+    """Calls a kernel with its structure: pointers, then 64-bit integers."""
     addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
     words = (c_int64 * (len(tensors) + len(integers)))(*addresses, *integers)
     call(name, ctypes.addressof(words), keep=words)
@@ -49,7 +49,7 @@ def decode_inputs(
     out = start, last, positions, following, kv_slots, table
     tensors = slots, kv_len, last_token, page_table, *out
     sizes = batch, num_tokens, page_size, page_table.stride(0), pages
-    _run("forerun_decode_inputs", tensors, *sizes)
+    run_with("forerun_decode_inputs", tensors, *sizes)
     return out
 
 
@@ -58,7 +58,7 @@ def kv_slots(page_table: Tensor, start: Tensor, num_tokens: int, page_size: int)
     batch = start.shape[0]
     out = start.new_empty(batch * num_tokens, dtype=torch.int64)
     sizes = batch, num_tokens, page_size, page_table.stride(0)
-    _run("forerun_kv_slots", (page_table, start, out), *sizes)
+    run_with("forerun_kv_slots", (page_table, start, out), *sizes)
     return out
 
 
@@ -86,7 +86,7 @@ def verify_inputs(
     tensors = last_token, drafts, slots, draft_limit, depth, input_ids, candidates
     depth_stride = 0 if depth is None else depth.stride(0)
     sizes = batch, num_drafts, drafts.stride(0), depth_stride, vocab_size
-    _run("forerun_verify_inputs", tensors, *sizes)
+    run_with("forerun_verify_inputs", tensors, *sizes)
     return input_ids, candidates
 
 
@@ -105,7 +105,7 @@ def accept_commit(
     strides = candidates.stride(0), sampled.stride(0), history.stride(0)
     sizes = *sampled.shape, *strides, kv_len.shape[0] - 1
     tensors = *given, kv_len, last_token, history, committed, ids
-    _run("forerun_accept_commit", tensors, *sizes)
+    run_with("forerun_accept_commit", tensors, *sizes)
     return committed, ids
 
 
@@ -113,7 +113,7 @@ def ring_write(buffer: Tensor, slots: Tensor, positions: Tensor, values: Tensor)
     """buffer [S, R, C]: buffer[slot, position mod R] = value [B, C], contiguous."""
     size = buffer.shape[2] * buffer.element_size()
     sizes = values.shape[0], buffer.shape[1], size, values.stride(0) * values.element_size()
-    _run("forerun_ring_write", (buffer, slots, positions, values), *sizes)
+    run_with("forerun_ring_write", (buffer, slots, positions, values), *sizes)
 
 
 def ring_read(buffer: Tensor, slots: Tensor, positions: Tensor, empty: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ def ring_read(buffer: Tensor, slots: Tensor, positions: Tensor, empty: Tensor) -
     out = buffer.new_empty(batch, width, buffer.shape[2])
     tensors = buffer, slots, positions.contiguous(), empty.contiguous(), out
     sizes = batch, width, buffer.shape[1], buffer.shape[2] * buffer.element_size()
-    _run("forerun_ring_read", tensors, *sizes)
+    run_with("forerun_ring_read", tensors, *sizes)
     return out
 
 
@@ -132,7 +132,7 @@ def prompt_lookup(
     """Drafts [B, K]."""
     drafts = slots.new_empty(slots.shape[0], num_drafts)
     sizes = *drafts.shape, history.stride(0), min_match, max_match
-    _run("forerun_prompt_lookup", (history, slots, start, drafts), *sizes)
+    run_with("forerun_prompt_lookup", (history, slots, start, drafts), *sizes)
     return drafts
 
 
@@ -145,7 +145,7 @@ def suffix_append(
     """`given`: slots, start, committed, history, groups; the fields of `Corpus` and `Writing`."""
     slots, history, tokens = given[0], given[3], corpus[0]
     counts = tokens.shape[1], tokens.shape[0] - 1, history.shape[0] - 1
-    _run(
+    run_with(
         "forerun_suffix_append",
         (*given, *corpus, *writing),
         slots.shape[0],
@@ -168,5 +168,5 @@ def suffix_drafts(
     drafts = slots.new_empty(slots.shape[0], num_drafts)
     confidence = torch.empty(drafts.shape, dtype=torch.float32)
     sizes = *drafts.shape, history.stride(0), tokens.shape[1], tokens.shape[0]
-    _run("forerun_suffix_drafts", (*given, drafts, confidence), *sizes, *rule)
+    run_with("forerun_suffix_drafts", (*given, drafts, confidence), *sizes, *rule)
     return drafts, confidence

@@ -14,6 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from forerun.kernels.cpu import library
+from forerun.kernels.cpu import ragged as cpu
+from forerun.kernels.cpu.step import take_rows
 from forerun.kernels.runtime.jit import jit_no_specialize, tl, triton, use_triton
 
 LEAST_BATCH = 64  # requests that the kernel has room for: batches up to it share one
@@ -45,11 +48,19 @@ class RaggedRows:
 
     def pack(self, places: Tensor) -> Tensor:
         """[B * W, ...] -> [N, ...]."""
-        return places.index_select(0, self.places)
+        return _taken(places, self.places)
 
     def unpack(self, rows: Tensor) -> Tensor:
         """[N, ...] -> [B * W, ...]; past a request's width its last row is repeated."""
-        return rows.index_select(0, self.rows)
+        return _taken(rows, self.rows)
+
+
+def _taken(table: Tensor, index: Tensor) -> Tensor:
+    """table [R, ...], index [n] int64 -> [n, ...]."""
+    if use_triton(table) or not library.serves_tables(table) or not table.is_contiguous():
+        return table.index_select(0, index)
+    flat = take_rows(table.view(table.shape[0], -1), index)
+    return flat.view(index.shape[0], *table.shape[1:])
 
 
 @dataclass(frozen=True)
@@ -106,6 +117,10 @@ def pack_tokens(
         kv_slots: [B * W] int64.
     """
     if not use_triton(ids):
+        if library.serves_tables(ids):
+            given = ids, candidates, positions, kv_slots
+            layout, tokens = cpu.pack_tokens(widths, num_rows, given)
+            return PackedTokens(RaggedRows(widths, *layout), *tokens)
         return pack_tokens_ref(widths, num_rows, ids, candidates, positions, kv_slots)
     batch, width = ids.shape
     made = RaggedRows(

@@ -12,6 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from forerun.kernels.cpu import library
+from forerun.kernels.cpu import ragged as cpu
 from forerun.kernels.runtime.jit import jit_no_specialize, tl, triton, use_triton
 from forerun.kernels.runtime.pdl import pdl_options
 
@@ -45,14 +47,17 @@ def allocate(survival: Tensor, total: int) -> Tensor:
         [B] int32 in 1 … K + 1; their sum is `total`.
     """
     batch, num_drafts = survival.shape
+    wanted = min(max(total - batch, 0), batch * num_drafts)
     if not use_triton(survival):
+        if library.serves_tables(survival):
+            return cpu.allocate(survival, wanted)
         return allocate_ref(survival, total)
     rows, columns = triton.next_power_of_2(num_drafts), triton.next_power_of_2(batch)
     if rows * columns > LARGEST_TILE:
         return allocate_ref(survival, total)
     widths = torch.empty(batch, dtype=torch.int32, device=survival.device)
     _allocate[(1,)](
-        survival, widths, min(max(total - batch, 0), batch * num_drafts), batch, num_drafts,
+        survival, widths, wanted, batch, num_drafts,
         survival.stride(0), DRAFTS=rows, BATCH=columns, ONE=_ONE,
         num_warps=min(max(rows * columns // 512, 1), 16), **pdl_options(survival),
     )  # fmt: skip

@@ -25,6 +25,8 @@ import torch
 from torch import Tensor
 
 from forerun.core.plan import CONFIDENCE_BINS
+from forerun.kernels.cpu import library
+from forerun.kernels.cpu import ragged as cpu
 from forerun.kernels.runtime.jit import jit, tl, triton, use_triton
 from forerun.kernels.runtime.pdl import pdl_options
 
@@ -61,6 +63,14 @@ _UPDATE_CONSTANTS = {
     "LEAST_INFORMATION": INITIAL_INFORMATION,
     "LARGEST_SLOPE": LARGEST_SLOPE,
 }
+# The same for the kernels for CPUs: `EstimatorRule` in kernels/cpu/ragged.cpp.
+ESTIMATOR_RULE = torch.tensor(
+    [
+        INITIAL_RATE, PRIOR_WEIGHT, REQUEST_WINDOW, GLOBAL_WINDOW, MIN_GLOBAL_STEPS, PLAIN_FADE,
+        LARGEST_LOGIT, LARGEST_SHIFT, SMALLEST_RATE,
+        INITIAL_INFORMATION, INFORMATION_FADE, LARGEST_SLOPE, CONFIDENCE_BINS, FRACTION,
+    ]
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -68,9 +78,26 @@ class StepOutcome:
     """What a step of B requests verified and committed."""
 
     slots: Tensor  # [B] int64
-    widths: Tensor  # [B] int32, tokens verified, 1 … K + 1
+    widths: Tensor | int  # [B] int32, tokens verified, 1 … K + 1; or the same of all
     num_committed: Tensor  # [B] int32, 1 … `widths`
     confidence: Tensor | None = None  # [B, K] float32; None: drafts have none
+    limits: Tensor | None = None  # [slots + 1] int32, by slot: drafts that are compared at most
+    num_drafting: int | None = None  # the first requests: others have no drafts; None: all
+
+    @property
+    def compared(self) -> Tensor:
+        """[B] int32: the last token and the drafts of each that could be accepted, 1 … K + 1."""
+        widths = self.widths
+        if not isinstance(widths, Tensor):
+            if widths == 1:
+                return torch.ones_like(self.num_committed)
+            widths = torch.full_like(self.num_committed, widths)
+        if self.limits is not None:
+            widths = torch.minimum(widths, 1 + self.limits[self.slots])
+        if self.num_drafting is not None:
+            widths = widths.clone()
+            widths[self.num_drafting :] = 1
+        return widths
 
 
 @dataclass(frozen=True)
@@ -104,6 +131,10 @@ class Estimator:
         """The tensors whose rows are zeroed when a request is admitted to their slot."""
         return self.accepted, self.logit, self.count
 
+    @property
+    def _with_rule(self) -> tuple[Tensor, ...]:
+        return ESTIMATOR_RULE, *self.by_slot, self.prior, self.slope, self.counts
+
     def survival(self, slots: Tensor, limits: Tensor, confidence: Tensor | None = None) -> Tensor:
         """The probabilities that drafts of each request are accepted with all those before them.
 
@@ -116,6 +147,8 @@ class Estimator:
             [B, K] float32, not rising along a row; 0 beyond the limit.
         """
         if not use_triton(slots):
+            if library.serves_tables(slots):
+                return cpu.survival(self._with_rule, slots, limits, confidence)
             return self.survival_ref(slots, limits, confidence)
         num_drafts = self.prior.shape[0]
         out = torch.empty(len(slots), num_drafts, device=slots.device)
@@ -155,11 +188,11 @@ class Estimator:
 
     def update(self, step: StepOutcome) -> None:
         """Learns from a step; may be captured. Deterministic, so all ranks learn the same."""
-        if not use_triton(step.slots):
-            return self.update_ref(step)
         num_drafts, confidence = self.prior.shape[0], step.confidence
+        if not use_triton(step.slots):
+            return self._update_on_cpu(step)
         _update[(1,)](
-            step.slots, step.widths, step.num_committed, confidence,
+            step.slots, step.compared, step.num_committed, confidence,
             self.accepted, self.logit, self.count, self.prior, self.slope, self.counts,
             len(step.slots), num_drafts, self.count.shape[0] - 1,
             0 if confidence is None else confidence.stride(0),
@@ -168,13 +201,15 @@ class Estimator:
         )  # fmt: skip
         return None
 
-    def fade(self, slots: Tensor) -> None:
-        """A plain step of these slots [B]: what is known of them loses weight."""
-        if use_triton(slots):
-            ones = torch.ones_like(slots, dtype=torch.int32)
-            return self.update(StepOutcome(slots, ones, ones))
-        self.count[slots] = self.count[slots] * PLAIN_FADE
-        self.count[-1] *= PLAIN_FADE
+    def _update_on_cpu(self, step: StepOutcome) -> None:
+        if not library.serves_tables(step.slots):
+            return self.update_ref(step)
+        batch, widths = len(step.slots), step.widths
+        given = None if isinstance(widths, int) else widths
+        tensors = step.slots, given, step.num_committed, step.limits
+        width = widths if isinstance(widths, int) else 0
+        drafting = batch if step.num_drafting is None else step.num_drafting
+        cpu.learn(self._with_rule, tensors, step.confidence, width, drafting)
         return None
 
     def update_ref(self, step: StepOutcome) -> None:
@@ -182,7 +217,7 @@ class Estimator:
         slots, confidence = step.slots, step.confidence
         real = (slots < self.count.shape[0] - 2).unsqueeze(1)
         position = torch.arange(self.prior.shape[0], device=slots.device)
-        drafts = (step.widths - 1).unsqueeze(1)
+        drafts = (step.compared - 1).unsqueeze(1)
         accepted = torch.minimum((step.num_committed - 1).unsqueeze(1), drafts)
         tested = real & (position < drafts) & (position <= accepted)
         hit = (position < accepted) & tested
