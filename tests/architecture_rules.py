@@ -83,6 +83,7 @@ HOST_READS = {
     "executor/step/grammar_masks.py:DraftCopy.wait": "grammars need the drafts; during the forward",
     "executor/graphs/piecewise.py:_is_host_bound.seconds": "measures prefills at start",
     "kernels/cpu/gemm.py:smallest_format": "looks at weights when they are packed",
+    "kernels/gemm/int4.py:Int4Weight.grouped": "looks at weights when they are packed",
     "kernels/speculation/prompt_lookup.py:longest_matches_ref": "on CPUs without kernels, whose"
     " steps are not recorded",
 }

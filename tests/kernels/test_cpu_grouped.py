@@ -26,6 +26,12 @@ KINDS = [
     for group in (16, 32)
     for scales in (torch.float16, torch.float32)
 ]
+POINTS = [
+    GroupedKind(4, group, zero, scales, points=zero == 0)
+    for group in (32, 48, 96)
+    for zero in (0, 8)
+    for scales in (torch.float16, torch.bfloat16, torch.float32)
+]
 SHAPES = ((64, 64), (33, 32), (50, 96), (138, 160), (520, 64))
 TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 13, 16, 40, 230)
 
@@ -40,7 +46,7 @@ def _threads() -> Iterator[None]:
 def random_weight(n: int, k: int, kind: GroupedKind) -> GroupedWeight:
     """Scales of all exponents that float16 has, subnormal ones too; of 17 bits in float32."""
     draw = torch.Generator().manual_seed(n * k)
-    most = 1 << (kind.bits if kind.scales is torch.float16 else min(kind.bits, 6))
+    most = 1 << (min(kind.bits, 6) if kind.scales is torch.float32 else kind.bits)
     if kind.zero == 32:
         most = 64
     codes = torch.randint(0, most, (n, k), generator=draw).to(torch.uint8)
@@ -48,8 +54,12 @@ def random_weight(n: int, k: int, kind: GroupedKind) -> GroupedWeight:
     halves = [torch.randn(shape, generator=draw).half() for _ in range(2)]
     small = 2.0 ** torch.randint(-20, 4, shape, generator=draw)
     scales, leasts = ((each * small).half().float() for each in halves)
-    if kind.scales is torch.float32:
+    if kind.scales is torch.bfloat16:
+        scales = scales.bfloat16()
+    elif kind.scales is torch.float32 and kind.group <= 32:
         scales, leasts = 63 * scales, 63 * leasts
+    if kind.points:
+        leasts = torch.randint(0, 17, shape, generator=draw).float()
     return GroupedWeight.of(codes, scales, None if kind.zero else leasts, kind)
 
 
@@ -70,6 +80,14 @@ def test_gemm_has_the_bits_of_float32(n: int, k: int, kind: GroupedKind) -> None
         torch.set_num_threads(threads)
         for tokens in TOKENS:
             assert torch.equal(cpu.gemm(x[:tokens], packed), want[:tokens]), tokens
+
+
+@pytest.mark.parametrize("kind", POINTS, ids=str)
+@pytest.mark.parametrize("n", [33, 138])
+def test_zero_points_of_groups(n: int, kind: GroupedKind) -> None:
+    """Those of AWQ and GPTQ: groups of any number of columns, up to whole rows."""
+    test_gemm_has_the_bits_of_float32(n, 96 * (2 if kind.group < 96 else 1), kind)
+    test_rows_are_the_dequantized_ones(kind, torch.float32)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)

@@ -12,13 +12,21 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from forerun.core.errors import ConfigError
+from forerun.kernels.cpu import gemm as cpu
+from forerun.kernels.cpu import library
+from forerun.kernels.cpu.gemm import Format
 from forerun.kernels.gemm.int4 import Int4Weight
+from forerun.layers.embedding import LMHead
+from forerun.layers.gemm import CpuGemm
+from forerun.layers.linear import LinearBase
 from forerun.layers.moe import Experts
 from forerun.models.formats.int4 import Awq, Gptq, Int4Format, PackQuantized
 from forerun.models.loader import load_target
 from tests.models.support import CPU, Loop, family, random_hf, save
 
 GROUP = 128
+HAS_KERNELS = library.serves(torch.float32, CPU)
+needs_kernels = pytest.mark.skipif(not HAS_KERNELS, reason="no C++ compiler")
 
 
 def pack(integers: Tensor, dim: int, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
@@ -30,15 +38,18 @@ def pack(integers: Tensor, dim: int, order: tuple[int, ...] = tuple(range(8))) -
 
 
 def encode(
-    method: str, weight: Tensor, g_idx: Tensor | None = None
+    method: str, weight: Tensor, g_idx: Tensor | None = None, size: int = GROUP
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """(stored tensors, what they mean) of random integers of a weight's shape."""
+    """(stored tensors, what they mean) of random integers of a weight's shape.
+
+    `size`: of a group of columns.
+    """
     n, k = weight.shape
     generator = torch.Generator().manual_seed(n + k)
     q = torch.randint(0, 16, (n, k), generator=generator)
-    zero = torch.randint(1, 16, (n, k // GROUP), generator=generator)
-    scale = (0.01 * torch.rand(n, k // GROUP, generator=generator) + 0.001).half()
-    group = torch.arange(k) // GROUP if g_idx is None else g_idx
+    zero = torch.randint(1, 16, (n, k // size), generator=generator)
+    scale = (0.01 * torch.rand(n, k // size, generator=generator) + 0.001).half()
+    group = torch.arange(k) // size if g_idx is None else g_idx
     meant = (q - zero[:, group]).float() * scale.float()[:, group]
     if method == "awq":
         order = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -85,7 +96,7 @@ def two_checkpoints(
             stored[name] = weight
             continue
         g_idx = torch.arange(weight.shape[1]).flip(0) // GROUP if config.get("desc_act") else None
-        packed, weights[name] = encode(method, weight, g_idx)
+        packed, weights[name] = encode(method, weight, g_idx, config.get("group_size", GROUP))
         stem = name.removesuffix("weight")
         stored |= {stem + suffix: tensor.contiguous() for suffix, tensor in packed.items()}
     save_file(stored, quantized / "model.safetensors")
@@ -102,7 +113,14 @@ def set_config(folder: Path, spec: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("method", "config"),
-    [("awq", {}), ("gptq", {}), ("gptq", {"desc_act": True}), ("compressed-tensors", {})],
+    [
+        ("awq", {}),
+        ("awq", {"group_size": 32}),
+        ("gptq", {}),
+        ("gptq", {"group_size": 64}),
+        ("gptq", {"desc_act": True}),
+        ("compressed-tensors", {}),
+    ],
     ids=str,
 )
 def test_a_checkpoint_means_its_weights(
@@ -114,6 +132,44 @@ def test_a_checkpoint_means_its_weights(
         for folder in two_checkpoints(tmp_path, method, **config)
     )
     assert torch.equal(got, want)
+
+
+@needs_kernels
+@pytest.mark.parametrize(("size", "desc_act"), [(128, False), (32, False), (128, True)])
+def test_a_cpu_computes_with_the_integers(size: int, desc_act: bool, tmp_path: Path) -> None:
+    """Not with reordered columns. The packed weights have the size of the stored ones."""
+    quantized, _ = two_checkpoints(tmp_path, "gptq", group_size=size, desc_act=desc_act)
+    model = load_target(quantized, torch.float32, CPU)
+    linears = [each for each in model.modules(LinearBase) if not isinstance(each, LMHead)]
+    weights = [each.gemm.weight for each in linears if isinstance(each.gemm, CpuGemm)]
+    assert len(weights) == len(linears) == 8
+    assert all((each.format is Format.GROUPED) != desc_act for each in weights)
+    if not desc_act:
+        bits = 4 + 2 * 16 / size  # a scale and a zero point, in float16
+        assert all(8 * each.nbytes == bits * each.n * each.k for each in weights)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_smallest_form_of_a_weight(dtype: torch.dtype, shared: bool) -> None:
+    """One zero point of all groups is not stored; scales of more than 16 bits cannot be kept."""
+    draw = torch.Generator().manual_seed(0)
+    small = 1e-9 if dtype is torch.bfloat16 else 1e-2  # too small for float16
+    scales = (small * torch.rand(64, 3, generator=draw)).to(dtype).float()
+    zeros = torch.full((64, 3), 8) if shared else torch.randint(0, 17, (64, 3), generator=draw)
+    q = torch.randint(0, 16, (64, 288), generator=draw)
+    weight = Int4Weight.of(q, scales, zeros)
+    grouped = weight.grouped()
+    if dtype is torch.float32:
+        assert grouped is None
+        return
+    assert grouped is not None and grouped.kind.scales is dtype
+    assert (grouped.leasts is None) == shared
+    assert torch.equal(grouped.dequantize(), weight.dequantize())
+    x = torch.randn(5, 288, generator=draw)
+    want = cpu.gemm(x, cpu.pack(weight.dequantize(), None, Format.FLOAT32))
+    assert torch.equal(cpu.gemm(x, cpu.pack_grouped(grouped, None, torch.float32)), want)
 
 
 def test_shared_experts_are_one_matrix(tmp_path: Path) -> None:
@@ -130,18 +186,26 @@ def test_shared_experts_are_one_matrix(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "changes", "keeps"),
+    ("method", "changes", "on_gpu", "on_cpu"),
     [
-        ("awq", {}, True),
-        ("gptq", {"group_size": -1}, True),
-        ("gptq", {"desc_act": True}, False),
-        ("awq", {"group_size": 64}, False),
+        ("awq", {}, 128, 128),
+        ("awq", {"group_size": 64}, None, 64),
+        ("awq", {"group_size": 256}, 128, 256),
+        ("awq", {"group_size": 8}, None, None),
+        ("gptq", {"group_size": -1}, 128, 512),
+        ("gptq", {"desc_act": True}, None, None),
     ],
 )
-def test_what_is_kept_packed(method: str, changes: dict[str, Any], keeps: bool) -> None:
+def test_what_is_kept_packed(
+    method: str, changes: dict[str, Any], on_gpu: int | None, on_cpu: int | None
+) -> None:
+    """Groups of kept weights; "meta" stands for a GPU."""
     kinds: dict[str, type[Int4Format]] = {"awq": Awq, "gptq": Gptq}
     form = kinds[method].from_config({**CONFIGS[method], **changes})
-    assert form is not None and form.keeps_packed == keeps
+    assert form is not None
+    for device, group in (("meta", on_gpu), ("cpu", on_cpu if HAS_KERNELS else None)):
+        kept = form.empty_linear(32, 512, torch.device(device))
+        assert (kept.group if kept is not None else None) == group
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq", "compressed-tensors"])
@@ -158,6 +222,9 @@ def test_packed_weights(method: str) -> None:
     assert {name: tuple(t.shape) for name, t in stored.items()} == form.shapes(48, 384)
     weight = form.decode(stored, None)
     assert isinstance(weight, Int4Weight) and torch.equal(weight.dequantize(), meant)
+    smaller = Int4Weight.empty(48, 384, CPU, group=64)
+    smaller.copy_(weight)
+    assert torch.equal(smaller.dequantize(), meant)
     again = Int4Weight.empty(48, 384, CPU)
     again.quantize_(meant)
     assert (again.dequantize() - meant).abs().max() <= meant.abs().max() / 7

@@ -42,14 +42,18 @@ struct Weight {
     const void* data;
     const void* scales;  // int8: [panels][K / GROUP][PANEL] bfloat16
                          // grouped: [panels][K / group][1 or 2][PANEL], scales and, then, leasts
+                         // or zero points
     const float* bias;   // [N] or null
     int64_t n, k;
     int32_t kind;
     int32_t bfloat16_tokens;  // type of x and of what is returned; 0: float32
     int32_t bits, group;      // grouped: of a code; k that share a scale
-    int32_t float16_scales;   // grouped: 0: float32
-    int32_t zero;             // grouped: least = -zero * scale; 0: leasts are stored
+    int32_t scale_type;       // grouped: `ScaleType`
+    int32_t zero;             // grouped: least = -zero * scale; 0: leasts are stored, or
+    int32_t points;           // the zero of each group
 };
+
+enum ScaleType : int32_t { FLOAT32_SCALES = 0, FLOAT16_SCALES = 1, BFLOAT16_SCALES = 2 };
 
 // The tokens of a GEMM, as its kind reads them.
 struct Tokens {
@@ -334,17 +338,21 @@ struct Traits<INT8> {
 struct GroupScales {
     const char* scales;
     int64_t stride;  // bytes of a group
-    bool halves, has_least;
+    int32_t type;
+    bool has_second, points;
     float zero;  // negative
 
     GroupScales(const Weight& w, int64_t panel)
-        : halves(w.float16_scales != 0), has_least(w.zero == 0), zero(-float(w.zero)) {
-        stride = PANEL * (halves ? 2 : 4) * (has_least ? 2 : 1);
+        : type(w.scale_type), has_second(w.zero == 0), points(w.points != 0),
+          zero(-float(w.zero)) {
+        stride = PANEL * (type == FLOAT32_SCALES ? 4 : 2) * (has_second ? 2 : 1);
         scales = static_cast<const char*>(w.scales) + panel * (w.k / w.group) * stride;
     }
     Vec at(const char* group, int64_t i) const {
-        return halves ? load_floats(reinterpret_cast<const Float16*>(group) + i)
-                      : load_floats(reinterpret_cast<const float*>(group) + i);
+        if (type == FLOAT16_SCALES) return load_floats(reinterpret_cast<const Float16*>(group) + i);
+        if (type == BFLOAT16_SCALES)
+            return load_floats(reinterpret_cast<const BFloat16*>(group) + i);
+        return load_floats(reinterpret_cast<const float*>(group) + i);
     }
     // Those of the panel that is read after this one; `panels`: from it.
     void prefetch(int64_t g, int64_t panels, int64_t groups) const {
@@ -355,7 +363,10 @@ struct GroupScales {
     void read(int64_t g, int64_t lane, Vec& scale, Vec& least) const {
         const char* group = scales + g * stride;
         scale = at(group, lane);
-        least = has_least ? at(group, PANEL + lane) : scale * zero;
+        if (!has_second)
+            least = scale * zero;
+        else
+            least = points ? at(group, PANEL + lane) * -scale : at(group, PANEL + lane);
     }
 };
 

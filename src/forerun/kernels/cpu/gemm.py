@@ -7,9 +7,9 @@ A weight is packed once into the layout that the kernel reads (gemm.cpp), in one
                         of a bfloat16 checkpoint do: they become float32 when they are read
     INT8                32 neighbouring k share a scale, and tokens are quantized likewise when they
                         are read; x and y are float32 or bfloat16 (llama.cpp's Q8_0)
-    GROUPED             a `GroupedWeight`, such as GGUF files have: codes of 4 or 8 bits become
-                        float32 when they are read; the results are those of FLOAT32, which are
-                        rounded once if x is bfloat16
+    GROUPED             a `GroupedWeight`, such as GGUF files and AWQ and GPTQ checkpoints have:
+                        codes of 4 or 8 bits become float32 when they are read; the results are
+                        those of FLOAT32, which are rounded once if x is bfloat16
 
 A token's result depends neither on the number of tokens nor on that of threads. Threads are
 PyTorch's: `torch.get_num_threads()`.
@@ -56,9 +56,13 @@ class _Weight(ctypes.Structure):
         ("bfloat16_tokens", c_int32),
         ("bits", c_int32),
         ("group", c_int32),
-        ("float16_scales", c_int32),
+        ("scale_type", c_int32),
         ("zero", c_int32),
+        ("points", c_int32),
     )
+
+
+SCALE_TYPES = (torch.float32, torch.float16, torch.bfloat16)  # the order of `ScaleType` in gemm.cpp
 
 
 @dataclass(eq=False)
@@ -70,7 +74,7 @@ class PackedWeight:
     dtype: torch.dtype  # of tokens and results
     format: Format
     data: Tensor  # uint8
-    scales: Tensor  # INT8: bfloat16, a scale per group of 32 k; GROUPED: and leasts
+    scales: Tensor  # INT8: bfloat16, a scale per group of 32 k; GROUPED: and leasts or zeros
     bias: Tensor | None  # [N] float32
     grouped: GroupedKind | None = None
 
@@ -86,8 +90,8 @@ class PackedWeight:
         )
         if self.grouped is not None:
             self._struct.bits, self._struct.group = self.grouped.bits, self.grouped.group
-            self._struct.float16_scales = self.grouped.scales is torch.float16
-            self._struct.zero = self.grouped.zero
+            self._struct.scale_type = SCALE_TYPES.index(self.grouped.scales)
+            self._struct.zero, self._struct.points = self.grouped.zero, self.grouped.points
         self.address = ctypes.addressof(self._struct)
 
     @property

@@ -1,8 +1,9 @@
 """Weights of unsigned integers of 4 or 8 bits, in groups of columns: w = code * scale + least.
 
-GGUF's quantized kinds are all of this form. Where one code stands for 0 in all groups, `least` is
-minus that times the scale and is not stored. Codes and scales have so few bits that code * scale
-is exact in float32: the weight is rounded once.
+GGUF's quantized kinds are all of this form, and so are AWQ and GPTQ. Where one code stands for 0 in
+all groups, `least` is minus that times the scale and is not stored; where each group has a code of
+its own for 0, that is stored in its place. Codes and scales have so few bits that code * scale is
+exact in float32: the weight is rounded once.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from forerun.kernels.gemm.quantized import QuantizedWeight
 
-GROUPS = (16, 32)  # columns that share a scale
+GROUP_COLUMNS = 16  # columns that share a scale are a multiple
 
 
 @dataclass(frozen=True)
@@ -22,13 +23,14 @@ class GroupedKind:
     """How a weight of groups is stored."""
 
     bits: int  # of a code: 4 or 8
-    group: int  # one of `GROUPS`
+    group: int  # columns that share a scale
     zero: int  # the code that stands for 0; 0: leasts are stored
-    scales: torch.dtype  # of scales and leasts: float16 or float32
+    scales: torch.dtype  # of scales and leasts: float16, bfloat16 or float32
+    points: bool = False  # the code of each group that stands for 0 is stored in place of leasts
 
     @classmethod
     def of_all(cls, kinds: list[GroupedKind]) -> GroupedKind:
-        """The smallest that keeps the values of each of these exactly."""
+        """The smallest that keeps the values of each of these exactly; none has `points`."""
         bits, group = max(kind.bits for kind in kinds), min(kind.group for kind in kinds)
         half = all(kind.scales is torch.float16 for kind in kinds)
         zeros = {kind.zero for kind in kinds}
@@ -37,7 +39,7 @@ class GroupedKind:
         return cls(bits, group, 0, torch.float32)  # which has every zero * scale
 
     def fits(self, k: int) -> bool:
-        return k % max(GROUPS) == 0
+        return k % self.group == 0 and self.group % GROUP_COLUMNS == 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +50,7 @@ class GroupedWeight(QuantizedWeight):
 
     codes: Tensor  # [..., N, K * bits / 8] uint8; of 4 bits: an even column's in the lower ones
     scales: Tensor  # [..., N, K / group]
-    leasts: Tensor | None  # the same
+    leasts: Tensor | None  # the same; with `points` zeros
     kind: GroupedKind
 
     @classmethod
@@ -81,8 +83,11 @@ class GroupedWeight(QuantizedWeight):
     def dequantize(self) -> Tensor:
         groups = self.integers().unflatten(-1, (-1, self.kind.group)).float()
         scales = self.scales.float().unsqueeze(-1)
+        values: Tensor
         if self.leasts is None:
-            values: Tensor = (groups - self.kind.zero) * scales
+            values = (groups - self.kind.zero) * scales
+        elif self.kind.points:
+            values = (groups - self.leasts.float().unsqueeze(-1)) * scales
         else:
             values = groups * scales + self.leasts.float().unsqueeze(-1)
         return values.flatten(-2)

@@ -1,7 +1,8 @@
-"""Weights of 4-bit integers in the layout that our kernels read.
+"""Weights of 4-bit integers, and the layout in which kernels on a GPU read them.
 
-A weight [N, K] has integers q from 0 to 15 and, for every row and group of 128 columns, a scale and
-a zero point: W = (q - zero) * scale. `PackedInt4` holds all of it in the order in which the Hopper
+A weight [N, K] has integers q from 0 to 15 and, for every row and group of columns, a scale and a
+zero point: W = (q - zero) * scale. On a CPU it is packed as codes of any groups (`grouped`). On a
+GPU groups have 128 columns, and `PackedInt4` holds all of it in the order in which the Hopper
 kernel (`gemm_int4_sm90.py`) multiplies: a block of 16 rows and one group is 1,088 contiguous bytes,
 
     1,024 bytes  two chunks of 64 columns; in a chunk, 32 lanes of 16 bytes; of a lane, one 32-bit
@@ -15,14 +16,15 @@ integer i is in bits 4 i: even columns in the lower half, odd ones in the upper 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from forerun.kernels.gemm.grouped import GroupedKind, GroupedWeight
 from forerun.kernels.gemm.quantized import Largest, QuantizedWeight
 
-GROUP = 128  # columns with one scale and zero point
+GROUP = 128  # columns with one scale and zero point, on a GPU
 BLOCK_ROWS = 16
 BLOCK_BYTES = BLOCK_ROWS * GROUP // 2 + 4 * BLOCK_ROWS
 _WORDS = BLOCK_ROWS * GROUP // 8  # of integers, per block
@@ -33,13 +35,13 @@ class Int4Weight(QuantizedWeight):
     """Integers row by row, as they are loaded: W = (q - zero) * scale."""
 
     values: Tensor  # [..., N, K / 2] uint8: the integer of an even column in the lower bits
-    scales: Tensor  # [..., N, K / 128] float32
-    zeros: Tensor  # [..., N, K / 128] uint8
+    scales: Tensor  # [..., N, K / group] float32
+    zeros: Tensor  # [..., N, K / group] uint8
 
     @classmethod
-    def empty(cls, n: int, k: int, device: torch.device) -> Int4Weight:
+    def empty(cls, n: int, k: int, device: torch.device, group: int = GROUP) -> Int4Weight:
         """Uninitialised."""
-        groups = k // GROUP
+        groups = k // group
         return cls(
             torch.empty(n, k // 2, dtype=torch.uint8, device=device),
             torch.empty(n, groups, device=device),
@@ -54,19 +56,24 @@ class Int4Weight(QuantizedWeight):
 
     @classmethod
     def fits(cls, n: int, k: int) -> bool:
-        """Whether kernels read a weight of this shape."""
+        """Whether kernels on a GPU read a weight of this shape."""
         return n % BLOCK_ROWS == 0 and k % GROUP == 0
 
     @property
     def shape(self) -> torch.Size:
         return torch.Size((*self.values.shape[:-1], 2 * self.values.shape[-1]))
 
+    @property
+    def group(self) -> int:
+        """Columns with one scale and zero point."""
+        return self.shape[-1] // self.scales.shape[-1]
+
     def integers(self) -> Tensor:
         """[..., N, K] uint8."""
         return torch.stack((self.values & 15, self.values >> 4), -1).flatten(-2)
 
     def dequantize(self) -> Tensor:
-        groups = self.integers().unflatten(-1, (-1, GROUP)).float()
+        groups = self.integers().unflatten(-1, (-1, self.group)).float()
         signed: Tensor = groups - self.zeros.unsqueeze(-1).float()
         return (signed * self.scales.unsqueeze(-1)).flatten(-2)
 
@@ -78,11 +85,32 @@ class Int4Weight(QuantizedWeight):
 
         Scales are rounded to 16 significant bits, which `pack_int4` keeps.
         """
-        groups = weight.float().unflatten(-1, (-1, GROUP))
+        groups = weight.float().unflatten(-1, (-1, self.group))
         scales = groups.abs().amax(-1) / 7
         scales = torch.where(scales > 0, scales, 1.0).bfloat16().float()
         q = (groups / scales.unsqueeze(-1)).round().clamp(-8, 7) + 8
         self.copy_(Int4Weight.of(q.flatten(-2), scales, torch.full_like(scales, 8)))
+
+    def copy_(self, other: Int4Weight) -> None:
+        """Also where a group of `other` is several here, which then have its scale and zero."""
+        repeats = other.group // self.group
+        scales, zeros = (t.repeat_interleave(repeats, -1) for t in (other.scales, other.zeros))
+        super().copy_(replace(other, scales=scales, zeros=zeros))
+
+    def grouped(self) -> GroupedWeight | None:
+        """The same values in the smallest form that CPU kernels read, which shares the integers.
+
+        None: some scale has so many bits that (q - zero) * scale is rounded.
+        """
+        if (self.scales.view(torch.int32) & 0xFF).any():
+            return None
+        dtypes = torch.float16, torch.bfloat16, torch.float32
+        dtype = next(d for d in dtypes if torch.equal(self.scales.to(d).float(), self.scales))
+        zero = int(self.zeros.flatten()[0])
+        shared = zero > 0 and bool((self.zeros == zero).all())
+        kind = GroupedKind(4, self.group, zero if shared else 0, dtype, points=not shared)
+        zeros = None if shared else self.zeros.to(dtype)
+        return GroupedWeight(self.values, self.scales.to(dtype), zeros, kind)
 
     def pack(self, bias: Tensor | None = None) -> PackedInt4:
         """Packs a whole weight for the kernels."""

@@ -20,28 +20,36 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from forerun.core.errors import ConfigError
+from forerun.kernels.cpu import gemm as cpu
+from forerun.kernels.cpu import library
+from forerun.kernels.gemm.grouped import GROUP_COLUMNS
 from forerun.kernels.gemm.int4 import GROUP, Int4Weight
 from forerun.kernels.gemm.quantized import QuantizedWeight
-from forerun.layers.gemm import Gemm
+from forerun.layers.gemm import CpuGemm, Gemm
 from forerun.layers.gemm_quantized import Int4Gemm
 from forerun.layers.sharding import Shard
 from forerun.models.formats.base import (
+    WHOLE,
     Headers,
+    Part,
     Spec,
     Stored,
     View,
     WeightFormat,
     compressed_weights,
+    fill,
     matrix_shapes,
 )
 
 ROWS, COLUMNS = 0, 1  # dimensions of a matrix
+ROWS_AT_ONCE = 256  # that are decoded, so that little memory is needed
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # bits 4 i have the integer of this column of eight
 
 
@@ -96,27 +104,46 @@ class Int4Format(WeightFormat):
 
     def decode(self, tensors: Mapping[str, Tensor], shard: Shard | None) -> View:
         q, scales, zeros = self.unpack(tensors)
-        k = q.shape[1]
-        if self.keeps_packed and k % GROUP == 0:
-            repeats = k // GROUP // scales.shape[1]
-            return Int4Weight.of(q, *(t.repeat_interleave(repeats, 1) for t in (scales, zeros)))
-        group = torch.arange(k, device=q.device) * scales.shape[1] // k
-        if self.reorders:
-            group = self.group_of_columns(tensors)
+        if not self.reorders:
+            return Int4Weight.of(q, scales, zeros)
+        group = self.group_of_columns(tensors)
         return (q.float() - zeros.float()[:, group]) * scales.float()[:, group]
 
+    def load(self, view: View, tensors: Mapping[str, Tensor], part: Part = WHOLE) -> None:
+        """Some rows at a time, so that little memory is needed."""
+        if not isinstance(view, QuantizedWeight) or len(view.shape) != 2:
+            return super().load(view, tensors, part)
+        for first in range(0, view.shape[0], ROWS_AT_ONCE):
+            rows = slice(first, min(first + ROWS_AT_ONCE, view.shape[0]))
+            some = {name: self._rows(name, tensor, rows) for name, tensor in tensors.items()}
+            fill(view.map(itemgetter(rows)), self.decode(some, part.shard), part)
+
+    def _rows(self, name: str, tensor: Tensor, rows: slice) -> Tensor:
+        """What a stored tensor has of these rows of the matrix."""
+        for dim, axis in enumerate(self.axes[name]):
+            if axis.dim == ROWS:
+                size = axis.size or 1
+                first, last = rows.start // size, -(-rows.stop // size)
+                tensor = tensor.narrow(dim, first, last - first)
+        return tensor
+
     def empty_linear(self, n: int, k: int, device: torch.device) -> Int4Weight | None:
-        fits = self.keeps_packed and Int4Weight.fits(n, k)
-        return Int4Weight.empty(n, k, device) if fits else None
+        if self.reorders:
+            return None
+        if device.type == "cpu":
+            group = self.group or k
+            fits = k % group == 0 and group % GROUP_COLUMNS == 0
+            kept = fits and library.serves(torch.float32, device)
+        else:
+            group, kept = GROUP, (self.group or GROUP) % GROUP == 0 and Int4Weight.fits(n, k)
+        return Int4Weight.empty(n, k, device, group) if kept else None
 
     def gemm(self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> Gemm | None:
         assert isinstance(weight, Int4Weight)
-        return Int4Gemm(weight, bias) if weight.device.type == "cuda" else None
-
-    @property
-    def keeps_packed(self) -> bool:
-        """Whether kernels read such weights; else they are dequantized while they are loaded."""
-        return not self.reorders and (self.group is None or self.group % GROUP == 0)
+        if weight.device.type == "cuda":
+            return Int4Gemm(weight, bias)
+        grouped = weight.grouped() if library.serves(torch.float32, weight.device) else None
+        return None if grouped is None else CpuGemm(cpu.pack_grouped(grouped, bias, dtype))
 
     @property
     @abstractmethod
