@@ -12,6 +12,7 @@ the next begins with it. Its first tiles are loaded before the preceding kernel 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -43,6 +44,8 @@ class CorrectedRows:
     -inf; x is made of the row of `table` of the token before it, which is row i - 1's column.
     """
 
+    key_sets: ClassVar[int] = 1  # of which the first is of the columns
+
     def __init__(self, logits: Tensor, anchor: Tensor, weight: Tensor, table: Tensor) -> None:
         """`logits` [B, D, V], the last dimension contiguous; `anchor` [B] int64, the token before
         row 0; `weight` and `table` [V, r], contiguous: `fits_corrected_rows`.
@@ -50,7 +53,7 @@ class CorrectedRows:
         batch, depth, _ = logits.shape
         self._logits, self._weight, self._table = logits, weight, table
         self._anchor = anchor.contiguous()
-        self._keys = new_keys(depth, batch, logits.device)
+        self._keys = new_keys(self.key_sets * depth, batch, logits.device)
         # [B, D, r]: of the table, for the token before each row.
         self.before = table.new_empty(batch, depth, table.shape[1])
 
@@ -83,7 +86,7 @@ class CorrectedRows:
 
     def columns(self) -> Tensor:
         """What the rows have chosen, [B, D] int64."""
-        return columns_of_keys(self._keys)
+        return columns_of_keys(self._keys[: self._logits.shape[1]])
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,7 @@ def best_in_pool(
 
 
 @jit
-def _tile(step, tiles, BACKWARD: tl.constexpr):
+def tile_of(step, tiles, BACKWARD: tl.constexpr):
     """The tile that is read at a step of a pass over all `tiles`."""
     tile = step
     if BACKWARD:
@@ -125,14 +128,14 @@ def _tile(step, tiles, BACKWARD: tl.constexpr):
 
 
 @jit
-def _prefetch_tiles(
+def prefetch_tiles(
     weight_ptr, vocab, part, parts, RANK: tl.constexpr, BLOCK_V: tl.constexpr,
     BACKWARD: tl.constexpr, PREFETCH: tl.constexpr, LINE: tl.constexpr,
 ):  # fmt: skip
     """Requests PREFETCH lines, of LINE elements, of a CTA's first tiles."""
     element = tl.arange(0, PREFETCH) * LINE
     step = part + element // (BLOCK_V * RANK) * parts
-    tile = _tile(step, tl.cdiv(vocab, BLOCK_V), BACKWARD).to(tl.int64)
+    tile = tile_of(step, tl.cdiv(vocab, BLOCK_V), BACKWARD).to(tl.int64)
     at = tile * (BLOCK_V * RANK) + element % (BLOCK_V * RANK)
     prefetch_lines(weight_ptr + tl.minimum(tl.maximum(at, 0), vocab.to(tl.int64) * RANK - 1))
 
@@ -149,7 +152,7 @@ def _corrected(
     tiles = tl.cdiv(vocab, BLOCK_V)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        _prefetch_tiles(weight_ptr, vocab, part, parts, RANK, BLOCK_V, BACKWARD, PREFETCH, LINE)
+        prefetch_tiles(weight_ptr, vocab, part, parts, RANK, BLOCK_V, BACKWARD, PREFETCH, LINE)
         tl.extra.cuda.gdc_wait()
     b, r = tl.arange(0, BLOCK_B), tl.arange(0, RANK)
     served = b < batch
@@ -165,7 +168,7 @@ def _corrected(
     best = tl.full([BLOCK_B], float("-inf"), tl.float32)
     column = tl.zeros([BLOCK_B], tl.int32)
     for step in range(part, tiles, parts):
-        v = _tile(step, tiles, BACKWARD) * BLOCK_V + tl.arange(0, BLOCK_V)
+        v = tile_of(step, tiles, BACKWARD) * BLOCK_V + tl.arange(0, BLOCK_V)
         inside = v < vocab
         at = v.to(tl.int64)[:, None] * RANK + r[None, :]
         weight = tl.load(weight_ptr + at, mask=inside[:, None], other=0.0)

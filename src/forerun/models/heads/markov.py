@@ -25,6 +25,7 @@ from forerun.config.schema import Size
 from forerun.core.errors import ConfigError
 from forerun.kernels.drafting.best_token import CorrectedRows, fits_corrected_rows
 from forerun.kernels.drafting.confidence import confidences
+from forerun.kernels.drafting.screened import Screen, ScreenedRows
 from forerun.kernels.runtime.jit import use_triton
 from forerun.layers.communication import WeightPlacement
 from forerun.layers.embedding import VocabEmbedding
@@ -158,6 +159,8 @@ class DSparkHead(DraftHead):
         markov, hidden = self.markov_head, block.predicting
         tables = markov.markov_w2.weight, markov.markov_w1.weight
         rows, state = CorrectedRows(base, block.anchor, *tables), markov.start(block)
+        if markov.screen is not None:
+            rows = ScreenedRows(base, block.anchor, *tables, markov.screen)
         for i in range(block.depth):
             if markov.changes_before:
                 x, state = markov.step(rows.look_up(i), hidden[:, i], state)
@@ -193,6 +196,12 @@ class MarkovHead(Module):
     def __init__(self, config: MarkovConfig, sizes: BodySizes, place: WeightPlacement) -> None:
         self.markov_w1 = VocabEmbedding(sizes.vocab_size, config.rank, place)
         self.markov_w2 = Linear(config.rank, sizes.draft_vocab_size, bias=False, place=place)
+        self.screen: Screen | None = None  # of W2, for the kernels
+
+    def prepare(self) -> None:
+        super().prepare()
+        if self.fuses(self.markov_w1.weight[:1, None]):
+            self.screen = Screen.of(self.markov_w2.weight)
 
     def start(self, block: Block) -> Tensor:
         """The state before the first row that predicts, [B, r]; unused here."""
