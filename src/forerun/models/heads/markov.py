@@ -157,10 +157,9 @@ class DSparkHead(DraftHead):
         token before each, [B, D, r].
         """
         markov, hidden = self.markov_head, block.predicting
-        tables = markov.markov_w2.weight, markov.markov_w1.weight
-        rows, state = CorrectedRows(base, block.anchor, *tables), markov.start(block)
-        if markov.screen is not None:
-            rows = ScreenedRows(base, block.anchor, *tables, markov.screen)
+        given = base, block.anchor, markov.markov_w2.weight, markov.markov_w1.weight
+        screen, state = markov.screen, markov.start(block)
+        rows = CorrectedRows(*given) if screen is None else ScreenedRows(*given, screen)
         for i in range(block.depth):
             if markov.changes_before:
                 x, state = markov.step(rows.look_up(i), hidden[:, i], state)
