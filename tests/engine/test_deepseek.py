@@ -97,7 +97,18 @@ def test_output_equals_plain_decoding(
     hold(algorithm, tight, monkeypatch, overlap_depth=overlap_depth, **settings)
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS[1:])
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        "NEXTN",
+        "TOY-ORACLE-TREES",
+        *(
+            pytest.param(name, marks=pytest.mark.exhaustive)
+            for name in ALGORITHMS[1:]
+            if name not in ("NEXTN", "TOY-ORACLE-TREES")
+        ),
+    ],
+)
 def test_output_of_ragged_passes(algorithm: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     division = divide_at_random(monkeypatch)
     settings = {"page_size": 16, "chunked_prefill_size": 4, **SETTINGS}

@@ -24,6 +24,7 @@ from forerun import LLM
 from forerun.config.engine_config import EngineConfig
 from forerun.core.errors import ConfigError
 from forerun.executor.resolve import _with_transformers
+from tests.covering import some_of
 from tests.engine.test_matrix import GREEDY, SEEDED, generate, params
 from tests.engine.test_moe_target import SIZES, prompts
 from tests.golden_engine import poison_on_release
@@ -142,7 +143,8 @@ def test_output_equals_plain_decoding(
 
 
 @pytest.mark.parametrize(
-    ("kind", "algorithm"), [("gemma2", "DFLASH"), ("gemma4", "NGRAM"), ("gpt-oss", "DDTREE")]
+    ("kind", "algorithm"),
+    some_of([("gemma2", "DFLASH"), ("gemma4", "NGRAM"), ("gpt-oss", "DDTREE")], 0, 2),
 )
 def test_output_of_ragged_passes(
     root: Path, kind: str, algorithm: str, monkeypatch: pytest.MonkeyPatch

@@ -136,6 +136,7 @@ class Reference:
         return drafts
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("chunk", [512, 7])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", KINDS)

@@ -129,6 +129,7 @@ def beam_search(score: Callable[[Tokens], Tensor], steps: int, topk: int) -> dic
     return nodes
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("length", [1, 2, 40])
 @pytest.mark.parametrize("steps", [2, 3, 5])  # fewer than layers, as many, more
 def test_trees_equal_layers_without_a_cache(
@@ -205,7 +206,8 @@ def test_output_with_suffix_drafts(cell: tuple[int, int, int, bool], folder: Pat
     hold("NEXTN,SUFFIX", *cell, speculative_draft_model_path=str(folder), **OF_JOINED)
 
 
-@pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
+@pytest.mark.covering(0, 1)
+@pytest.mark.parametrize("overlap_depth", [1, 0], ids=["overlap", "sync"])
 def test_the_width_does_not_change_drafts_or_output(
     overlap_depth: int, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

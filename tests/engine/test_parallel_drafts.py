@@ -118,6 +118,7 @@ def test_output_equals_plain_decoding(
     hold(name, *cell, speculative_draft_model_path=str(folders[name]))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
 @pytest.mark.parametrize("name", NAMES)
 def test_the_width_does_not_change_drafts_or_output(

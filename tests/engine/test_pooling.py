@@ -113,7 +113,8 @@ def hold(engine: Engine, preempts: bool, on_gpu: bool = False) -> None:
     assert cached["last"] > 0 or preempts or engine.config.disable_radix_cache
 
 
-@pytest.mark.parametrize("preempts", [False, True])
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("preempts", [True, False])
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
@@ -189,6 +190,7 @@ def test_families(kind: str, settings: dict[str, Any], tmp_path: Path) -> None:
         llm.engine.check()
 
 
+@pytest.mark.exhaustive
 def test_two_ranks(tmp_path: Path) -> None:
     """In processes: what is pooled crosses their boundaries."""
     of, changes = FAMILIES["qwen3"]

@@ -72,7 +72,8 @@ def test_output_equals_plain_decoding(
     assert any(len(set(widths)) > 1 for widths in division.seen)
 
 
-@pytest.mark.parametrize("algorithm", ["NGRAM", "DFLASH", "DDTREE"])
+@pytest.mark.covering(0, 1)
+@pytest.mark.parametrize("algorithm", ["DDTREE", "NGRAM", "DFLASH"])
 def test_penalties_and_logprobs(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     division = divide_at_random(monkeypatch)
     with golden_llm(algorithm, **OWN.get(algorithm, {}), **SETTINGS) as llm:
@@ -82,6 +83,7 @@ def test_penalties_and_logprobs(algorithm: str, monkeypatch: pytest.MonkeyPatch)
     assert any(len(set(widths)) > 1 for widths in division.seen)
 
 
+@pytest.mark.covering(0, 1)
 @pytest.mark.parametrize("algorithm", ["NGRAM", "DFLASH"])
 def test_structured_output(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     division = divide_at_random(monkeypatch)
@@ -117,7 +119,8 @@ def test_equal_widths_are_a_uniform_pass(algorithm: str, monkeypatch: pytest.Mon
     assert max(max(each) for each in accepted[0]) == 4
 
 
-@pytest.mark.parametrize("algorithm", ["DFLASH", "NGRAM", "DDTREE"])
+@pytest.mark.covering(0, 1)
+@pytest.mark.parametrize("algorithm", ["DDTREE", "DFLASH", "NGRAM"])
 @pytest.mark.usefixtures("without_cpu_kernels")
 def test_captured_passes(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole and in two parts; batches of three are filled up with padding."""

@@ -7,13 +7,13 @@ ahead-of-time compilation has a process of its own (`test_compile.py`).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 
 from forerun.kernels.cpu import library
 from tests.kernels.cpu_levels import LEVELS
+from tests.kernels.interpreter import quicken
 
 
 @pytest.fixture(autouse=True)
@@ -22,14 +22,7 @@ def _interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
         return
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     interpreter = pytest.importorskip("triton.runtime.interpreter")
-    patch = interpreter._patch_lang_tensor
-
-    def patch_and_fix(tensor: Any, scope: Any) -> None:
-        """Triton 3.6 makes loop bounds with `int(array)`, which numpy 2.4 no longer takes."""
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_and_fix)
+    quicken(interpreter, monkeypatch)
 
 
 @pytest.fixture

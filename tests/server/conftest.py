@@ -13,6 +13,7 @@ from tests.cli.conftest import forerun
 from tests.server.support import ENGINE, LiveServer, flags
 
 __all__ = ["forerun", "llm", "server"]
+FOLDER = Path(__file__).parent
 WITHOUT_CLIENTS = ("server", "test_equality.py")
 
 
@@ -22,11 +23,18 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     return True if without and collection_path.name not in WITHOUT_CLIENTS else None
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of this folder come first: workers take others' last ones, one server is enough."""
+    items.sort(key=lambda item: FOLDER not in item.path.parents)
+
+
 @pytest.fixture(scope="session")
-def server() -> Iterator[LiveServer]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     """The bundled template takes no calls; grammars can make the model write some."""
     more = {"log_level": "info", "log_format": "json", "tool_call_parser": "hermes"}
-    with LiveServer(*flags(**ENGINE, **more)) as live:
+    profiles = tmp_path_factory.mktemp("profiles")
+    with LiveServer(*flags(**ENGINE, **more, torch_profiler_dir=profiles)) as live:
         yield live
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from unittest.mock import patch
 
 import httpx
 from fastapi import FastAPI
+from fastapi._compat import v2
 from openai import AsyncOpenAI
+from pydantic import TypeAdapter
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -141,7 +143,8 @@ class Scripted:
         self.engine = self._new_engine(scripts, step)
         service = Service(ServerSettings(**settings), self.engine, self._text)  # type: ignore[arg-type]
         self.service = service
-        with patch.object(FastAPI, "openapi"):  # most of the time; made when it is asked for
+        # Most of the time: the document is made when it is asked for, the adapters once.
+        with patch.object(FastAPI, "openapi"), patch.object(v2, "TypeAdapter", _adapter):
             self.app = build_app(service)
         transport = httpx.ASGITransport(self.app)
         self._http = httpx.AsyncClient(transport=transport, base_url="http://localhost")
@@ -168,6 +171,15 @@ class Scripted:
         """An answer, or all chunks of a stream."""
         return self.run(lambda client: _call(client.chat.completions.create, body))
 
+    def chats(self, bodies: Sequence[dict[str, Any]]) -> list[Any]:
+        """The same for several, one after the other."""
+
+        async def all_of(client: AsyncOpenAI) -> list[Any]:
+            return [await _call(client.chat.completions.create, body) for body in bodies]
+
+        answers: list[Any] = self.run(all_of)
+        return answers
+
     def respond(self, **body: Any) -> Any:
         """A response, or all events of a stream."""
         return self.run(lambda client: _call(client.responses.create, body))
@@ -180,6 +192,18 @@ class Scripted:
             return await self._http.post(path, content=body, headers=headers)
 
         return self.run(posted)
+
+
+_ADAPTERS: dict[tuple[Any, ...], TypeAdapter[Any]] = {}
+
+
+def _adapter(annotated: Any, config: Any = None) -> TypeAdapter[Any]:
+    """Endpoints of every application take the same bodies and parameters."""
+    annotation, *fields = get_args(annotated)
+    key = (annotation, repr(fields), repr(config))
+    if key not in _ADAPTERS:
+        _ADAPTERS[key] = TypeAdapter(annotated, config=config)
+    return _ADAPTERS[key]
 
 
 async def _call(create: Callable[..., Any], body: dict[str, Any]) -> Any:

@@ -113,6 +113,7 @@ def test_text_beside_embeddings_stays_the_same(server: LiveServer) -> None:
     assert texts == [want] * 3
 
 
+@pytest.mark.exhaustive
 def test_an_embedding_model(tmp_path: Path) -> None:
     """Without an LM head: text is refused, embeddings and scores are made."""
     folder = embedding_folder(tmp_path / "model")
@@ -131,12 +132,13 @@ def test_an_embedding_model(tmp_path: Path) -> None:
 
 
 def test_a_client_that_leaves_takes_its_inputs_along(server: LiveServer) -> None:
-    texts = ["word " * 2000 + str(i) for i in range(300)]
+    texts = ["word " * 2000 + str(i) for i in range(100)]
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(server.url + EMBEDDINGS, json={"input": texts}, timeout=0.5)
     server.wait_idle()
 
 
+@pytest.mark.exhaustive
 def test_batches_without_a_server(tmp_path: Path, llm: LLM) -> None:
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     bodies = [{"input": TEXTS[:2], "encoding_format": "float"}, {"input": ""}]

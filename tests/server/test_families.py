@@ -486,14 +486,17 @@ def test_truncated_calls_are_broken_alike_whole_and_streamed() -> None:
     """Whatever the length, nothing that was announced is taken back."""
     for family in FAMILIES.values():
         tokens = len(family.tokenizer(family.calls)["input_ids"])
-        for most in range(1, tokens, max(1, tokens // 12)):
+        off = {"chat_template_kwargs": {"enable_thinking": False}}
+        body: Any = {"messages": ASK, "tools": TOOLS, "extra_body": off}
+        bodies = [
+            {**body, "max_tokens": most, "stream": stream}
+            for most in range(1, tokens, max(1, tokens // 12))
+            for stream in (False, True)
+        ]
+        answers = Scripted(family.tokenizer, *[family.calls] * len(bodies)).chats(bodies)
+        for whole, chunks in zip(answers[::2], answers[1::2], strict=True):
             seen = []
-            for stream in (False, True):
-                scripted = Scripted(family.tokenizer, family.calls)
-                body: Any = {"messages": ASK, "tools": TOOLS, "max_tokens": most}
-                off = {"chat_template_kwargs": {"enable_thinking": False}}
-                got = scripted.chat(**body, stream=stream, extra_body=off)
-                deltas = [c.choices[0].delta for c in got] if stream else [got.choices[0].message]
+            for deltas in [whole.choices[0].message], [c.choices[0].delta for c in chunks]:
                 pieces = [call.function for d in deltas for call in d.tool_calls or []]
                 seen.append(
                     (

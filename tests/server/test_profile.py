@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,31 +14,25 @@ import pytest
 from forerun.core.errors import ConfigError
 from forerun.engine.profiling import MAX_STEPS
 from forerun.server.native.profile import ProfileFolder
+from tests.server.scripted import Scripted
 from tests.server.support import ENGINE, PROMPT, LiveServer, flags, wait_for
+from tests.server.test_tools import PLAIN
 
-SMALL = {**ENGINE, "max_total_tokens": 8192, "max_running_requests": 4}
 TOKENS = 24
 GREEDY = {"temperature": 0.0, "max_new_tokens": TOKENS, "ignore_eos": True}
 MARKS = ("decode step", "mixed step", "prefill step")
 
 
-@pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    folder = tmp_path_factory.mktemp("profiles")
-    with LiveServer(*flags(**SMALL, torch_profiler_dir=folder)) as server:
-        yield server
-
-
-def start(live: LiveServer, **body: Any) -> Path:
+def start(server: LiveServer, **body: Any) -> Path:
     """Starts a profile; returns the common beginning of its files' paths."""
-    answer = live.http.post("/start_profile", json=body)
+    answer = server.http.post("/start_profile", json=body)
     assert answer.status_code == 200, answer.text
     given = answer.json()
     return Path(given["output_dir"]) / given["profile_id"]
 
 
-def stop(live: LiveServer) -> list[str]:
-    answer = live.http.post("/stop_profile")
+def stop(server: LiveServer) -> list[str]:
+    answer = server.http.post("/stop_profile")
     assert answer.status_code == 200, answer.text
     files: list[str] = answer.json()["files"]
     return files
@@ -60,19 +53,19 @@ def steps(path: str | Path) -> Counter[str]:
     return Counter(e["name"] for e in events(path) if e["name"] in MARKS)
 
 
-def decode_steps(live: LiveServer) -> int:
-    count: int = live.get("/server_info")["internal_states"][0]["decode_steps"]
+def decode_steps(server: LiveServer) -> int:
+    count: int = server.get("/server_info")["internal_states"][0]["decode_steps"]
     return count
 
 
-def test_a_profile_has_every_step_until_it_is_stopped(live: LiveServer) -> None:
-    before = decode_steps(live)
-    stem = start(live)
-    live.generate(text=PROMPT, sampling_params=GREEDY)
-    live.wait_idle()
-    table, trace = stop(live)
+def test_a_profile_has_every_step_until_it_is_stopped(server: LiveServer) -> None:
+    before = decode_steps(server)
+    stem = start(server)
+    server.generate(text=PROMPT, sampling_params=GREEDY)
+    server.wait_idle()
+    table, trace = stop(server)
     assert (table, trace) == (f"{stem}-TP-0.kernels.md", f"{stem}-TP-0.trace.json.gz")
-    ran = decode_steps(live) - before
+    ran = decode_steps(server) - before
     assert steps(trace) == {"prefill step": 1, "decode step": ran}
     assert any(e.get("cat") == "cpu_op" for e in events(trace))
     lines = Path(table).read_text().splitlines()
@@ -81,10 +74,10 @@ def test_a_profile_has_every_step_until_it_is_stopped(live: LiveServer) -> None:
     assert sorted(p.name for p in stem.parent.iterdir() if p.name.startswith(".")) == []
 
 
-def test_a_number_of_steps_ends_it_and_texts_stay(live: LiveServer) -> None:
-    want = live.generate(text=PROMPT, sampling_params=GREEDY)["output_ids"]
+def test_a_number_of_steps_ends_it_and_texts_stay(server: LiveServer) -> None:
+    want = server.generate(text=PROMPT, sampling_params=GREEDY)["output_ids"]
     stem = start(
-        live,
+        server,
         num_steps="3",  # as SGLang's client sends it
         start_step=2,
         activities=["CPU"],
@@ -94,21 +87,21 @@ def test_a_number_of_steps_ends_it_and_texts_stay(live: LiveServer) -> None:
         output_dir="a/b",
     )
     assert stem.name == "third-my.id" and stem.parent.parts[-2:] == ("a", "b")
-    assert live.generate(text=PROMPT, sampling_params=GREEDY)["output_ids"] == want
+    assert server.generate(text=PROMPT, sampling_params=GREEDY)["output_ids"] == want
     trace = Path(f"{stem}-TP-0.trace.json.gz")
     wait_for(trace.exists, 20)  # without being stopped
-    assert stop(live) == [f"{stem}-TP-0.kernels.md", str(trace)]
+    assert stop(server) == [f"{stem}-TP-0.kernels.md", str(trace)]
     assert steps(trace) == {"decode step": 3}  # without the prompt and the first step after it
     assert any("Input Dims" in e.get("args", {}) for e in events(trace))
-    assert "No profile is running" in error(live.http.post("/stop_profile"))
+    assert "No profile is running" in error(server.http.post("/stop_profile"))
 
 
-def test_stages_have_files_of_their_own(live: LiveServer) -> None:
-    stem = start(live, num_steps=2, profile_by_stage=True)
+def test_stages_have_files_of_their_own(server: LiveServer) -> None:
+    stem = start(server, num_steps=2, profile_by_stage=True)
     for _ in range(2):
-        live.generate(text=PROMPT, sampling_params=GREEDY)
+        server.generate(text=PROMPT, sampling_params=GREEDY)
     parts = [Path(f"{stem}-TP-0-{stage}.trace.json.gz") for stage in ("DECODE", "EXTEND")]
-    assert [f for f in stop(live) if f.endswith(".gz")] == list(map(str, parts))
+    assert [f for f in stop(server) if f.endswith(".gz")] == list(map(str, parts))
     assert steps(parts[0]) == {"decode step": 2}
     assert steps(parts[1]) == {"prefill step": 2}
     for part in parts:
@@ -119,15 +112,15 @@ def test_stages_have_files_of_their_own(live: LiveServer) -> None:
         )
 
 
-def test_one_at_a_time(live: LiveServer) -> None:
+def test_one_at_a_time(server: LiveServer) -> None:
     for method in ("GET", "POST"):
-        assert "No profile is running" in error(live.http.request(method, "/stop_profile"))
-        start(live)
-        again = live.http.request(method, "/start_profile")
+        assert "No profile is running" in error(server.http.request(method, "/stop_profile"))
+        start(server)
+        again = server.http.request(method, "/start_profile")
         assert again.status_code == 400 and "running already" in error(again)
-        assert len(stop(live)) == 2  # of no step: an empty table
-    start(live, start_step=10**6)
-    early = live.http.post("/stop_profile")
+        assert len(stop(server)) == 2  # of no step: an empty table
+    start(server, start_step=10**6)
+    early = server.http.post("/stop_profile")
     assert early.status_code == 400 and "before its start_step" in error(early)
 
 
@@ -153,12 +146,12 @@ def test_one_at_a_time(live: LiveServer) -> None:
         ({"profile_by_stages": True}, "Unknown parameter 'profile_by_stages'"),
     ],
 )
-def test_refusals(live: LiveServer, body: dict[str, Any], message: str) -> None:
-    root = Path(live.get("/server_info")["torch_profiler_dir"])
+def test_refusals(server: LiveServer, body: dict[str, Any], message: str) -> None:
+    root = Path(server.get("/server_info")["torch_profiler_dir"])
     (root / "file").touch()
-    refused = live.http.post("/start_profile", json=body)
+    refused = server.http.post("/start_profile", json=body)
     assert refused.status_code == 400 and message in error(refused)
-    assert "No profile is running" in error(live.http.post("/stop_profile"))
+    assert "No profile is running" in error(server.http.post("/stop_profile"))
 
 
 def test_a_link_does_not_lead_out(tmp_path: Path) -> None:
@@ -175,15 +168,15 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
         ProfileFolder(tmp_path / "file")
 
 
-def test_without_a_folder_there_is_none(server: LiveServer) -> None:
+def test_without_a_folder_there_is_none() -> None:
     for path in ("/start_profile", "/stop_profile"):
-        refused = server.http.post(path)
+        refused = Scripted(PLAIN).post(path, b"")
         assert refused.status_code == 400 and "--torch-profiler-dir" in error(refused)
 
 
 @pytest.mark.exhaustive
 def test_every_replica_and_every_rank_writes(tmp_path: Path) -> None:
-    small = {**SMALL, "max_total_tokens": 4096, "max_running_requests": 2}
+    small = {**ENGINE, "max_total_tokens": 4096, "max_running_requests": 2}
     for settings, names in (
         ({"dp_size": 2}, ["-DP-0-TP-0", "-DP-1-TP-0"]),
         ({"tp_size": 2}, ["-TP-0", "-TP-1"]),

@@ -79,7 +79,7 @@ PIECES = [
 
 
 @pytest.mark.parametrize("kind", PARSERS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(parts=st.lists(st.sampled_from(PIECES), max_size=25), data=st.data())
 def test_pieces_do_not_matter(
     kind: type[ToolParser], parts: list[str], data: st.DataObject
@@ -94,7 +94,7 @@ def test_pieces_do_not_matter(
 
 
 @pytest.mark.parametrize("kind", PARSERS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(parts=st.lists(st.sampled_from(PIECES), max_size=25))
 def test_texts_are_those_of_the_output(kind: type[ToolParser], parts: list[str]) -> None:
     """Each at its place; without calls all of it, but for the marks of messages."""
@@ -209,7 +209,7 @@ WRITERS: list[tuple[type[ToolParser], Callable[[Calls], str]]] = [
 
 
 @pytest.mark.parametrize(("kind", "write"), WRITERS, ids=[kind.__name__ for kind, _ in WRITERS])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(calls=st.lists(st.tuples(st.sampled_from(["f", "get_weather"]), ARGUMENTS), min_size=1))
 def test_values_are_those_that_were_written(
     kind: type[ToolParser], write: Callable[[Calls], str], calls: Calls

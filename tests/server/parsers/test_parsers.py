@@ -123,7 +123,7 @@ def test_calls_are_found(
 
 
 @pytest.mark.parametrize("kind", PARSERS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(parts=st.lists(st.sampled_from(MARKERS), max_size=25), data=st.data())
 def test_pieces_do_not_matter(
     kind: type[ToolParser], parts: list[str], data: st.DataObject
@@ -137,7 +137,7 @@ def test_pieces_do_not_matter(
 
 
 @pytest.mark.parametrize("kind", PARSERS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(parts=st.lists(st.sampled_from(MARKERS), max_size=25), opened=st.sampled_from(OPENED))
 def test_texts_know_where_they_are(
     kind: type[ToolParser], parts: list[str], opened: bool | None
@@ -154,7 +154,7 @@ def test_texts_know_where_they_are(
 
 
 @pytest.mark.parametrize("kind", PARSERS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(parts=st.lists(st.sampled_from(MARKERS), max_size=25))
 def test_nothing_is_lost(kind: type[ToolParser], parts: list[str]) -> None:
     """Without a complete call the text is what was given."""
