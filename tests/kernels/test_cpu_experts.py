@@ -18,7 +18,7 @@ from tests.kernels.cpu_levels import at_levels
 pytestmark = [
     pytest.mark.skipif(library.compiled().library is None, reason="no C++ compiler"),
     pytest.mark.usefixtures("level", "threads_as_before"),
-    at_levels("native", "zen3"),
+    at_levels("native"),
 ]
 
 DTYPES = (torch.float32, torch.bfloat16)

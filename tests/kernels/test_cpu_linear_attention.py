@@ -27,7 +27,7 @@ from tests.kernels.test_linear_attention import ODD, SMALL, Heads, normal
 pytestmark = [
     pytest.mark.skipif(library.compiled().library is None, reason="no C++ compiler"),
     pytest.mark.usefixtures("level"),
-    at_levels("native", "zen3"),
+    at_levels("native"),
 ]
 
 CPU = torch.device("cpu")

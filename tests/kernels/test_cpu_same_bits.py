@@ -26,7 +26,7 @@ from tests.kernels.test_cpu_gemm import epilogues, operands
 pytestmark = [
     pytest.mark.skipif(library.compiled().library is None, reason="no C++ compiler"),
     pytest.mark.usefixtures("level"),
-    at_levels("native", "zen3"),
+    at_levels("native"),
 ]
 
 DTYPES = (torch.float32, torch.bfloat16)

@@ -26,7 +26,7 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of this folder come first: workers take others' last ones, one server is enough."""
-    items.sort(key=lambda item: FOLDER not in item.path.parents)
+    items.sort(key=lambda item: not item.path.is_relative_to(FOLDER))
 
 
 @pytest.fixture(scope="session")
