@@ -8,7 +8,6 @@ from forerun.kernels.drafting import (
     convolution,
     gru,
     keys,
-    screened,
     top_columns,
     walk,
 )
@@ -77,45 +76,6 @@ CASES = [
         hip_options={"num_stages": 2, "num_warps": 8},
         matrix=True,
         spill_bytes=400,  # gfx1100; the others have none
-    ),
-    Case(
-        "bounds",
-        screened._bounds,
-        dict.fromkeys(("logits_ptr", "x_ptr", "table_ptr", "before_ptr"), "*bf16")
-        | dict.fromkeys(("scale_ptr", "radius_ptr", "upper_ptr"), "*fp32")
-        | dict.fromkeys(("anchor_ptr", "keys_ptr"), "*i64")
-        | {"rounded_ptr": "*i8"}
-        | dict.fromkeys(("batch", "depth", "vocab", "row", "batch_stride", "row_stride"), "i32"),
-        {
-            "LOOK_UP": True,
-            "RANK": 256,
-            "BLOCK_B": 16,
-            "BLOCK_V": best_token.BLOCK_V,
-            "BACKWARD": True,
-            "PREFETCH": 512,
-        },
-        options={"num_warps": 4, "num_stages": 4},
-        hip_constants={"BLOCK_V": best_token.BLOCK_V // 2, "PREFETCH": 256},
-        hip_options={"num_stages": 2, "num_warps": 8},
-        matrix=True,
-        spill_bytes=160,  # gfx1100; sm_100 has 16, the others none
-    ),
-    Case(
-        "rescore",
-        screened._rescore,
-        dict.fromkeys(("logits_ptr", "x_ptr", "weight_ptr"), "*bf16")
-        | {"keys_ptr": "*i64", "upper_ptr": "*fp32"}
-        | dict.fromkeys(
-            ("depth", "vocab", "row", "tiles", "batch_stride", "row_stride", "x_stride"), "i32"
-        ),
-        {
-            "RANK": 256,
-            "BLOCK_V": best_token.BLOCK_V,
-            "SPAN": screened.SPANS[1],
-            "OF_SCORE": screened.OF_SCORE,
-        },
-        options={"num_warps": 4},
-        hip_constants={"BLOCK_V": best_token.BLOCK_V // 2},
     ),
     Case(
         "look up",

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from forerun.kernels.drafting import best_token, gru, keys, top_columns, walk
 from forerun.kernels.drafting.convolution import convolve_rows
-from forerun.kernels.drafting.screened import Screen, ScreenedRows
 from forerun.kernels.sampling.argmax import argmax_keys_ref
 from forerun.layers.communication import WeightPlacement
 from forerun.models.heads import correlator, markov, selector
@@ -50,25 +49,11 @@ def test_top_columns_of_nothing(device: torch.device) -> None:
     assert len(set(columns[0].tolist())) == 4 and int(columns.max()) < 600
 
 
-def _corrected(*tensors: Tensor, screened: bool) -> best_token.CorrectedRows:
-    """Rows of logits, anchor, weight and table."""
-    if screened:
-        return ScreenedRows(*tensors, Screen.of(tensors[2]))
-    return best_token.CorrectedRows(*tensors)
-
-
-@pytest.mark.parametrize("screened", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("looks_up", [False, True])
 @pytest.mark.parametrize(("batch", "vocab", "rank"), [(1, 200, 16), (5, 1000, 64), (17, 333, 32)])
 def test_corrected_rows(
-    batch: int,
-    vocab: int,
-    rank: int,
-    looks_up: bool,
-    dtype: torch.dtype,
-    screened: bool,
-    device: torch.device,
+    batch: int, vocab: int, rank: int, looks_up: bool, dtype: torch.dtype, device: torch.device
 ) -> None:
     """Row by row, given the token that the row before has chosen; odd rows read backwards."""
     if dtype == torch.bfloat16 and device.type == "cpu":
@@ -80,7 +65,7 @@ def test_corrected_rows(
     before = torch.arange(batch, device=device) * 11
     logits[0, 1, 3] = torch.nan
     assert best_token.fits_corrected_rows(table[:batch], weight)
-    rows = _corrected(logits, before, weight, table, screened=screened)
+    rows = best_token.CorrectedRows(logits, before, weight, table)
     for row in range(depth):
         if looks_up:
             rows.choose(row)
@@ -96,46 +81,14 @@ def test_corrected_rows(
         before = got[:, row]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_screen_bounds_what_it_rounds(dtype: torch.dtype, device: torch.device) -> None:
-    weight = _random(500, 64, device=device).to(dtype) * _random(500, 1, device=device).exp()
-    weight[7], weight[8, 1:] = 0, 0
-    screen, x = Screen.of(weight), _random(64, 20, device=device, seed=1).double()
-    rounded = screen.scale.double()[:, None] * screen.rounded.double()
-    error = (weight.double() @ x - rounded @ x).abs()
-    assert (error <= screen.radius.double()[:, None] * x.norm(dim=0)).all()
-    assert (screen.radius <= 0.02 * weight.float().norm(dim=1)).all()
-
-
-@pytest.mark.parametrize("close", [0, 1e-4, 1e-2])
-def test_a_screen_keeps_what_comes_close(close: float, device: torch.device) -> None:
-    """The best of scores that differ by less than the rounding of the weight."""
-    vocab, rank, batch = 1500, 32, 3
-    table = _random(vocab, rank, device=device)
-    weight = _random(1, rank, device=device, seed=1) + close * _random(
-        vocab, rank, device=device, seed=2
-    )
-    logits = 0.1 * close * _random(batch, 2, vocab, device=device, seed=3)
-    before = torch.arange(batch, device=device)
-    rows = _corrected(logits, before, weight, table, screened=True)
-    for row in range(2):
-        rows.choose(row)
-        scores = logits[:, row].double() + table[before].double() @ weight.double().T
-        before = rows.columns()[:, row]
-        found = scores.gather(1, before.unsqueeze(1)).squeeze(1)
-        torch.testing.assert_close(found, scores.amax(1), rtol=1e-6, atol=1e-5)
-
-
-@pytest.mark.parametrize("screened", [False, True])
-def test_equal_scores_give_the_lowest_column(screened: bool, device: torch.device) -> None:
+def test_equal_scores_give_the_lowest_column(device: torch.device) -> None:
     """Whichever direction a row is read in; the lowest of all for a row of nothing."""
     logits = torch.zeros(2, 4, 700, device=device)
     logits[1, :2, [650, 300, 301]] = 1.0
     logits[1, 1, 299] = -0.0
     logits[:, 2:] = -torch.inf
     weight = torch.zeros(700, 16, device=device)
-    anchor = torch.tensor([3, 4], device=device)
-    rows = _corrected(logits, anchor, weight, weight, screened=screened)
+    rows = best_token.CorrectedRows(logits, torch.tensor([3, 4], device=device), weight, weight)
     for row in range(4):
         rows.choose(row)
     assert rows.columns().tolist() == [[0, 0, 0, 0], [300, 300, 0, 0]]
@@ -258,7 +211,6 @@ def test_a_head_drafts_the_same_with_kernels(
     if device.type == "cuda" or not isinstance(head, markov.DSparkHead):
         head.prepare()  # which would pack W2 for kernels of the CPU
     if isinstance(head, markov.DSparkHead):
-        head.markov_head.screen = Screen.of(head.markov_head.markov_w2.weight)
         assert head.markov_head.fuses(torch.empty(BATCH, 1, HIDDEN, device=device))
     vocabulary = Vocabulary(
         _random(VOCAB, HIDDEN, device=device, seed=3), _random(VOCAB, HIDDEN, device=device, seed=4)

@@ -12,7 +12,6 @@ the next begins with it. Its first tiles are loaded before the preceding kernel 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -44,8 +43,6 @@ class CorrectedRows:
     -inf; x is made of the row of `table` of the token before it, which is row i - 1's column.
     """
 
-    key_sets: ClassVar[int] = 1  # of which the first is of the columns
-
     def __init__(self, logits: Tensor, anchor: Tensor, weight: Tensor, table: Tensor) -> None:
         """`logits` [B, D, V], the last dimension contiguous; `anchor` [B] int64, the token before
         row 0; `weight` and `table` [V, r], contiguous: `fits_corrected_rows`.
@@ -53,7 +50,7 @@ class CorrectedRows:
         batch, depth, _ = logits.shape
         self._logits, self._weight, self._table = logits, weight, table
         self._anchor = anchor.contiguous()
-        self._keys = new_keys(self.key_sets * depth, batch, logits.device)
+        self._keys = new_keys(depth, batch, logits.device)
         # [B, D, r]: of the table, for the token before each row.
         self.before = table.new_empty(batch, depth, table.shape[1])
 
@@ -86,7 +83,7 @@ class CorrectedRows:
 
     def columns(self) -> Tensor:
         """What the rows have chosen, [B, D] int64."""
-        return columns_of_keys(self._keys[: self._logits.shape[1]])
+        return columns_of_keys(self._keys)
 
 
 @dataclass(frozen=True)
@@ -119,7 +116,7 @@ def best_in_pool(
 
 
 @jit
-def tile_of(step, tiles, BACKWARD: tl.constexpr):
+def _tile(step, tiles, BACKWARD: tl.constexpr):
     """The tile that is read at a step of a pass over all `tiles`."""
     tile = step
     if BACKWARD:
@@ -128,14 +125,14 @@ def tile_of(step, tiles, BACKWARD: tl.constexpr):
 
 
 @jit
-def prefetch_tiles(
+def _prefetch_tiles(
     weight_ptr, vocab, part, parts, RANK: tl.constexpr, BLOCK_V: tl.constexpr,
     BACKWARD: tl.constexpr, PREFETCH: tl.constexpr, LINE: tl.constexpr,
 ):  # fmt: skip
     """Requests PREFETCH lines, of LINE elements, of a CTA's first tiles."""
     element = tl.arange(0, PREFETCH) * LINE
     step = part + element // (BLOCK_V * RANK) * parts
-    tile = tile_of(step, tl.cdiv(vocab, BLOCK_V), BACKWARD).to(tl.int64)
+    tile = _tile(step, tl.cdiv(vocab, BLOCK_V), BACKWARD).to(tl.int64)
     at = tile * (BLOCK_V * RANK) + element % (BLOCK_V * RANK)
     prefetch_lines(weight_ptr + tl.minimum(tl.maximum(at, 0), vocab.to(tl.int64) * RANK - 1))
 
@@ -152,7 +149,7 @@ def _corrected(
     tiles = tl.cdiv(vocab, BLOCK_V)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        prefetch_tiles(weight_ptr, vocab, part, parts, RANK, BLOCK_V, BACKWARD, PREFETCH, LINE)
+        _prefetch_tiles(weight_ptr, vocab, part, parts, RANK, BLOCK_V, BACKWARD, PREFETCH, LINE)
         tl.extra.cuda.gdc_wait()
     b, r = tl.arange(0, BLOCK_B), tl.arange(0, RANK)
     served = b < batch
@@ -165,26 +162,38 @@ def _corrected(
     else:
         x = tl.load(x_ptr + r[:, None] + b[None, :] * RANK, mask=served[None, :], other=0.0)
     logits_ptr += row.to(tl.int64) * row_stride
-    best = tl.full([BLOCK_B], float("-inf"), tl.float32)
-    column = tl.zeros([BLOCK_B], tl.int32)
+    place = tl.arange(0, BLOCK_V)
+    of_request = b.to(tl.int64)[None, :] * batch_stride + place[:, None]
+    of_weight = place[:, None] * RANK + r[None, :]
+    # Of every place in a tile and request: sums across threads are for the end.
+    best = tl.full([BLOCK_V, BLOCK_B], float("-inf"), tl.float32)
+    best_tile = tl.zeros([BLOCK_V, BLOCK_B], tl.int32)
+    tile = _tile(part, tiles, BACKWARD)
+    both = (place < vocab - tile * BLOCK_V)[:, None] & served[None, :]
+    logits = tl.load(logits_ptr + tile * BLOCK_V + of_request, mask=both, other=float("-inf"))
     for step in range(part, tiles, parts):
-        v = tile_of(step, tiles, BACKWARD) * BLOCK_V + tl.arange(0, BLOCK_V)
-        inside = v < vocab
-        at = v.to(tl.int64)[:, None] * RANK + r[None, :]
-        weight = tl.load(weight_ptr + at, mask=inside[:, None], other=0.0)
-        both = inside[:, None] & served[None, :]
-        own = b.to(tl.int64)[None, :] * batch_stride + v[:, None]
-        scores = tl.load(logits_ptr + own, mask=both, other=float("-inf")).to(tl.float32)
-        scores += tl.dot(weight, x, input_precision="ieee")
-        scores = tl.where(both & (scores == scores), scores, float("-inf"))
-        largest = tl.max(scores, 0)
-        first = tl.min(tl.where(scores == largest[None, :], v[:, None], vocab), 0)
-        better = largest > best
-        if BACKWARD:
-            better |= (largest == best) & (largest > float("-inf"))
-        best = tl.where(better, largest, best)
-        column = tl.where(better, first, column)
-    raise_key(keys_ptr + row * batch + b, best, column, served & (best > float("-inf")))
+        tile = _tile(step, tiles, BACKWARD)
+        tile_ptr = weight_ptr + tile.to(tl.int64) * (BLOCK_V * RANK)
+        inside = (place < vocab - tile * BLOCK_V)[:, None]
+        weight = tl.load(tile_ptr + of_weight, mask=inside, other=0.0)
+        # The next tile's logits are under way while this one is multiplied.
+        ahead = _tile(step + parts, tiles, BACKWARD)
+        both = (place < vocab - ahead * BLOCK_V)[:, None] & served[None, :]
+        both &= step + parts < tiles
+        following = logits_ptr + ahead * BLOCK_V + of_request
+        following = tl.load(following, mask=both, other=float("-inf"))
+        scores = logits.to(tl.float32) + tl.dot(weight, x, input_precision="ieee")
+        if BACKWARD:  # of equals, the lower column comes later
+            better = scores >= best  # not if it is NaN
+        else:
+            better = scores > best
+        best = tl.where(better, scores, best)
+        best_tile = tl.where(better, tile, best_tile)
+        logits = following
+    largest = tl.max(best, 0)
+    columns = best_tile * BLOCK_V + place[:, None]
+    first = tl.min(tl.where(best == largest[None, :], columns, 0x7FFFFFFF), 0)
+    raise_key(keys_ptr + row * batch + b, largest, first, served & (largest > float("-inf")))
 
 
 @jit_no_specialize("row")

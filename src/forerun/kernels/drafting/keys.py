@@ -65,12 +65,6 @@ def raise_key(key_ptr, score, column, some):
 
 
 @jit
-def score_of_key(key):
-    order = (key >> 32).to(tl.int32)
-    return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@jit
 def token_before(first_ptr, keys_ptr, row, batch, b, some):
     """The tokens int64 that rows `b` of a batch have before a row: what the one before has chosen,
     or `first` [B] int64.

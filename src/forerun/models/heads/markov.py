@@ -25,7 +25,6 @@ from forerun.config.schema import Size
 from forerun.core.errors import ConfigError
 from forerun.kernels.drafting.best_token import CorrectedRows, fits_corrected_rows
 from forerun.kernels.drafting.confidence import confidences
-from forerun.kernels.drafting.screened import Screen, ScreenedRows
 from forerun.kernels.runtime.jit import use_triton
 from forerun.layers.communication import WeightPlacement
 from forerun.layers.embedding import VocabEmbedding
@@ -157,9 +156,8 @@ class DSparkHead(DraftHead):
         token before each, [B, D, r].
         """
         markov, hidden = self.markov_head, block.predicting
-        given = base, block.anchor, markov.markov_w2.weight, markov.markov_w1.weight
-        screen, state = markov.screen, markov.start(block)
-        rows = CorrectedRows(*given) if screen is None else ScreenedRows(*given, screen)
+        tables = markov.markov_w2.weight, markov.markov_w1.weight
+        rows, state = CorrectedRows(base, block.anchor, *tables), markov.start(block)
         for i in range(block.depth):
             if markov.changes_before:
                 x, state = markov.step(rows.look_up(i), hidden[:, i], state)
@@ -195,12 +193,6 @@ class MarkovHead(Module):
     def __init__(self, config: MarkovConfig, sizes: BodySizes, place: WeightPlacement) -> None:
         self.markov_w1 = VocabEmbedding(sizes.vocab_size, config.rank, place)
         self.markov_w2 = Linear(config.rank, sizes.draft_vocab_size, bias=False, place=place)
-        self.screen: Screen | None = None  # of W2, for the kernels
-
-    def prepare(self) -> None:
-        super().prepare()
-        if self.fuses(self.markov_w1.weight[:1, None]):
-            self.screen = Screen.of(self.markov_w2.weight)
 
     def start(self, block: Block) -> Tensor:
         """The state before the first row that predicts, [B, r]; unused here."""
