@@ -9,6 +9,7 @@ from torch import Tensor
 
 from forerun.kernels.attention.decode import BLOCK, CAUSAL, TREE, MaskSpec
 from forerun.kernels.attention.paged_kv import PagedKV
+from forerun.kernels.speculation.ragged import RaggedRows, pack_tokens_ref
 
 
 @dataclass
@@ -95,6 +96,14 @@ def tree_words(parents: list[int]) -> list[list[int]]:
         bits.append(bits[parent] | 1 << node)
     words = [[b >> i & (1 << 64) - 1 for i in range(0, len(bits), 64)] for b in bits]
     return [[w - (1 << 64) if w >> 63 else w for w in each] for each in words]
+
+
+def ragged_rows(widths: list[int], most: int, device: torch.device) -> RaggedRows:
+    """The rows of a pass in which requests have so many tokens, at most `most`."""
+    count = torch.tensor(widths, dtype=torch.int32, device=device)
+    ids = torch.zeros(len(widths), most, dtype=torch.int64, device=device)
+    flat = ids.flatten()
+    return pack_tokens_ref(count, sum(widths), ids, ids[:, 1:].clone(), flat, flat).rows
 
 
 def make_paged(

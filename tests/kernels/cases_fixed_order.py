@@ -16,11 +16,13 @@ from forerun.kernels.attention.mla_fixed_order import _latent_kernel
 from forerun.kernels.attention.tiles import (
     LatentShape,
     fixed_order_tile,
+    lone_fixed_order_stages,
     mla_fixed_order_tile,
 )
+from forerun.kernels.runtime.fp8 import FP8
 from forerun.kernels.runtime.gpu import GpuInfo
 from forerun.kernels.sampling.log_sum_exp import PART, _sum_part, _sum_parts
-from tests.kernels.cases_attention import NAMES, _common, _on_each, _tiles
+from tests.kernels.cases_attention import NAMES, POOLS, _common, _on_each, _tiles
 from tests.kernels.compiled import Case
 
 STRIDES = ("q_token_stride", "q_head_stride", "page_table_stride")
@@ -37,11 +39,17 @@ def attention(
     whole: bool = True,
     targets: tuple[str, ...] = FEW,
     ragged: bool = False,
+    lone: bool = False,
+    kv: torch.dtype | None = None,
     **more: Any,
 ) -> list[Case]:
-    """`q_len` 0: of prompt chunks. `ragged`: a verify pass of at most `q_len` tokens each."""
-    q = f"*{NAMES[dtype]}"
-    signature = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), q)
+    """`q_len` 0: of prompt chunks. `ragged`: a verify pass of at most `q_len` tokens each.
+
+    `lone`: a CTA has its SM to itself.
+    """
+    q, kv = f"*{NAMES[dtype]}", kv or dtype
+    signature = dict.fromkeys(("q_ptr", "out_ptr"), q)
+    signature |= dict.fromkeys(("k_ptr", "v_ptr"), f"*{POOLS[kv]}")
     signature |= dict.fromkeys(("page_table", "start_ptr"), "*i32")
     signature |= {"qk_scale": "fp32", **dict.fromkeys(STRIDES, "i32")}
     own: dict[str, Any] = {"sinks_ptr": None}
@@ -56,9 +64,11 @@ def attention(
         signature |= {"tile_map": "*i32"}
 
     def make(name: str, targets: tuple[str, ...], gpu: GpuInfo) -> Case:
-        tile, common = fixed_order_tile(gpu, dim, dtype), _common(dim, page, group, dtype)
+        tile, common = fixed_order_tile(gpu, dim, dtype), _common(dim, page, group, kv)
         blocks, options = _tiles(tile)
         stages = tile.num_stages if whole else min(tile.num_stages, SHARED_STAGES)
+        if lone:
+            stages = lone_fixed_order_stages(gpu, dim, dtype, FP8 if kv == torch.uint8 else kv)
         blocks["STAGES"] = stages
         if not q_len:
             blocks["TILE_TOKENS"] = tile.block_m // group
@@ -71,7 +81,8 @@ def attention(
             targets=targets,
             multiples=("q_token_stride", "q_head_stride"),
             matrix=dtype != torch.float32,
-            spill_bytes=64 if q_len and whole else 0,  # two accumulators of a tile
+            spill_bytes=112,  # two accumulators of a tile
+            chained=dtype != torch.float32,
             alike=f"{dim} {dtype}",
         )
 
@@ -122,9 +133,9 @@ def latent(
 
 def fold(name: str, ragged: bool = False, **more: Any) -> Case:
     signature = {"partial_ptr": "*fp32", "stats_ptr": "*fp32", "out_ptr": "*bf16"}
-    signature |= {"start_ptr": "*i32", "rows": "i32", "num_segments": "i32"}
+    signature |= {"start_ptr": "*i32", "rows": "i32", "num_segments": "i32", "ctas": "i32"}
     signature |= {"first_ptr": "*i32", "places": "*i64"} if ragged else {}
-    constants = {"sinks_ptr": None, "NUM_HEADS": 32, "Q_LEN": 8, "WINDOW": -1}
+    constants = {"NUM_HEADS": 32, "Q_LEN": 8, "WINDOW": -1}
     constants |= {} if ragged else {"first_ptr": None, "places": None}
     blocks = {"DIM": 128, "BLOCK_ROWS": 16, "BLOCK_D": 128, "AHEAD": 8}
     return Case(name, _fold_kernel, signature, constants | blocks | more)
@@ -148,6 +159,10 @@ def sums(name: str, kernel: Any, pointers: dict[str, str], **constants: int) -> 
 CASES = [
     *attention("step", q_len=1),
     *attention("verify 8, left to a second kernel", q_len=8, whole=False),
+    *attention("verify 8, a CTA an SM", q_len=8, whole=False, lone=True),
+    *attention(
+        "step, FP8", q_len=1, kv=torch.uint8, whole=False, lone=True, FP8=2, targets=("sm_90",)
+    ),
     *attention("ragged verify 16", q_len=16, ragged=True),
     *attention("ragged verify 16, left to a second kernel", q_len=16, whole=False, ragged=True),
     *attention("ragged tree", q_len=16, TREE=True, ragged=True, targets=("sm_90",)),
@@ -157,6 +172,9 @@ CASES = [
     *attention("step, pages of 16", q_len=1, page=16, targets=("sm_90",)),
     *attention("step, heads of 64", q_len=1, dim=64, targets=("sm_90",)),
     *attention("step, heads of 256", q_len=1, dim=256, targets=("sm_90",)),
+    *attention(
+        "verify 8, heads of 256", q_len=8, dim=256, whole=False, lone=True, targets=("sm_90",)
+    ),
     *attention("chunks"),
     *attention("chunks, heads of 256", dim=256, targets=("sm_90",)),
     *latent("latent, step", q_len=1),

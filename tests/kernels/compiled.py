@@ -53,6 +53,7 @@ class Case:
     matrix: bool = False  # must use tensor cores (AMD: matrix cores)
     wide: bool = True  # must have 16-byte global loads
     spill_bytes: int = 0  # local memory allowed per thread
+    chained: bool = False  # products of wgmma must not wait for each other one by one (sm_90)
     # Cases of the same word lay out alike what they add up, and so round alike; "": any way.
     alike: str = ""
 
@@ -67,6 +68,7 @@ class Facts:
     wide: bool
     shared: int
     spill: int
+    serial: bool  # a wait follows every single wgmma
     layouts: list[str]  # of what is reduced in float32, if it must be `alike`
 
 
@@ -98,7 +100,8 @@ def compile_case(case: Case, target: str) -> Facts:
     inspect = _inspect_hip if hip else _inspect_cuda
     matrix, wide, spill = inspect(text, built)
     layouts = _reduced_layouts(built.asm["ttgir"]) if case.alike else []
-    return Facts(case.name, target, matrix, wide, built.metadata.shared, spill, layouts)
+    serial = case.chained and target == "sm_90" and _is_serial(built.asm["cubin"])
+    return Facts(case.name, target, matrix, wide, built.metadata.shared, spill, serial, layouts)
 
 
 def _reduced_layouts(ttgir: str) -> list[str]:
@@ -122,16 +125,26 @@ def _inspect_cuda(ptx: str, built: Any) -> tuple[bool, bool, int]:
 
 def _spill_bytes(cubin: bytes) -> int:
     """Bytes of stack and local memory per thread."""
+    shown = _cuobjdump(cubin, "-res-usage")
+    return sum(int(n) for n in re.findall(r"(?:STACK|LOCAL):(\d+)", shown))
+
+
+def _is_serial(cubin: bytes) -> bool:
+    """Whether ptxas has put a wait after every wgmma, as it does where one is missing."""
+    shown = _cuobjdump(cubin, "-sass")
+    return 0 < len(re.findall(r"\bHGMMA\.", shown)) <= shown.count("WARPGROUP.DEPBAR")
+
+
+def _cuobjdump(cubin: bytes, option: str) -> str:
     import triton
 
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        shown = subprocess.run(
-            [str(tool), "-res-usage", file.name], capture_output=True, text=True, check=True
+        return subprocess.run(
+            [str(tool), option, file.name], capture_output=True, text=True, check=True
         ).stdout
-    return sum(int(n) for n in re.findall(r"(?:STACK|LOCAL):(\d+)", shown))
 
 
 def _inspect_hip(text: str, built: Any) -> tuple[bool, bool, int]:
@@ -152,6 +165,8 @@ def problems(case: Case, facts: Facts) -> list[str]:
         found.append(f"{where} no 16-byte global load")
     if facts.spill > case.spill_bytes:
         found.append(f"{where} {facts.spill} bytes of local memory")
+    if facts.serial:
+        found.append(f"{where} every product of wgmma waits for the one before")
     if facts.shared > SMEM_LIMIT[facts.target]:
         found.append(
             f"{where} {facts.shared} bytes of shared memory, limit {SMEM_LIMIT[facts.target]}"

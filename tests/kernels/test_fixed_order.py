@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -16,11 +17,13 @@ from forerun.kernels.attention.fixed_order import (
     fixed_order_attention,
     fixed_order_prefill,
     num_segments,
+    share_begin,
 )
 from forerun.kernels.attention.tile_map import build_tile_map
 from forerun.kernels.attention.tiles import fixed_order_tile
 from forerun.kernels.runtime.gpu import GpuInfo, gpu_of
-from tests.kernels.attention_support import Paged, make_paged, relative_error
+from forerun.kernels.runtime.jit import jit, tl
+from tests.kernels.attention_support import Paged, make_paged, ragged_rows, relative_error
 
 pytest.importorskip("triton")
 
@@ -29,6 +32,18 @@ CHAINS = [MaskSpec(CAUSAL), MaskSpec(CAUSAL, 5), MaskSpec(CAUSAL, 300)]
 MASKS = [*CHAINS, MaskSpec(TREE), MaskSpec(TREE, 3), MaskSpec(TREE, 300)]
 STARTS = [0, 13, 255, 256, 510, 700]
 KV_LEN_UB = 1024
+BOUNDS = [128 * s for s in range(32)] + [4096 + 1024 * s for s in range(12)]
+BOUNDS += [16384 + 4096 * s for s in range(40)]
+
+
+@jit
+def _shares(out, start, last, ctas, WINDOW: tl.constexpr, SIZE: tl.constexpr):
+    """Of each span, and of each number of CTAs: the segment with which each CTA begins, and end."""
+    span, number, cta = tl.program_id(0), tl.program_id(1), tl.arange(0, SIZE)
+    count = tl.load(ctas + number)
+    begin = share_begin(cta, count, tl.load(start + span), tl.load(last + span), WINDOW)
+    at = (span * tl.num_programs(1) + number) * SIZE + cta
+    tl.store(out + at, begin, mask=cta <= count)
 
 
 def step(case: Paged, mask: MaskSpec) -> Tensor:
@@ -78,6 +93,27 @@ def test_chunks_against_the_definition(mask: MaskSpec, device: torch.device) -> 
         case = make_paged([(0, 70), (250, 21), (600, 1)], 6, 2, 64, 16, dtype, device=device)
         for each in (mask, with_sinks(case, mask)):
             assert relative_error(chunks(case, each), case.reference(each)) < BOUND[dtype]
+
+
+@pytest.mark.parametrize(
+    "mask", [CHAINS[0], CHAINS[2], MaskSpec(TREE), MaskSpec(TREE, 300)], ids=str
+)
+def test_any_division_has_the_same_bits(
+    mask: MaskSpec, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever segments the first CTA folds and others leave; also of requests of any width."""
+    rows = ragged_rows([1, 3], 4, device)
+    for dtype in dtypes(device):
+        case = make_paged([(130, 4), (430, 4)], 2, 1, 32, 64, dtype, device=device)
+        own = with_sinks(case, case.mask(mask))
+        paths = None if own.tree is None else TreePaths.of(own.tree, 4)
+        ragged = rows.pack(case.q), replace(case.kv, rows=rows)
+        for q, kv in ((case.q, case.kv), ragged):
+            outs = []
+            for ctas in (1, 2, 3, 4):
+                divided(monkeypatch, ctas)
+                outs.append(fixed_order_attention(q, kv, 4, own, case.scale, KV_LEN_UB, paths))
+            assert all(torch.equal(out, outs[0]) for out in outs)
 
 
 @pytest.mark.gpu
@@ -172,11 +208,34 @@ def test_page_sizes_have_the_same_bits(device: torch.device) -> None:
 
 def test_segments() -> None:
     """The host counts as the device does: `segment_begin` of the next one is the end of each."""
-    begins = [128 * s for s in range(32)] + [4096 + 1024 * s for s in range(12)]
-    begins += [16384 + 4096 * s for s in range(20)]
-    for index, begin in enumerate(begins):
+    for index, begin in enumerate(BOUNDS):
         assert num_segments(begin + 1) == index + 1
         assert num_segments(begin) == max(index, 1)
+
+
+@pytest.mark.parametrize("window", [None, 300])
+def test_shares(window: int | None, device: torch.device) -> None:
+    """Together all segments; one each if there are few, else about as many positions."""
+    spans = [(0, 1), (100, 1), (1024, 8), (1100, 1), (4090, 16), (20000, 8), (130000, 1)]
+    counts = (1, 2, 3, 8, 16)
+    begins = torch.full((len(spans), len(counts), 32), -1, dtype=torch.int32, device=device)
+    start = torch.tensor([s for s, _ in spans], dtype=torch.int32, device=device)
+    last = start + torch.tensor([n - 1 for _, n in spans], dtype=torch.int32, device=device)
+    ctas = torch.tensor(counts, dtype=torch.int32, device=device)
+    _shares[begins.shape[:2]](begins, start, last, ctas, -1 if window is None else window, 32)
+    for (first, width), of_span in zip(spans, begins.tolist(), strict=True):
+        oldest = 0 if window is None else max(first - window + 1, 0)
+        begin, end = num_segments(oldest + 1) - 1, num_segments(first + width)
+        largest = max(BOUNDS[s + 1] - BOUNDS[s] for s in range(begin, end))
+        for count, row in zip(counts, of_span, strict=True):
+            shares = row[: count + 1]
+            assert (shares[0], shares[-1]) == (begin, end)
+            if end - begin <= count:
+                assert shares == [min(begin + i, end) for i in range(count + 1)]
+                continue
+            fair = (first + width - BOUNDS[begin]) / count
+            for left, right in pairwise(shares):
+                assert 0 <= BOUNDS[right] - BOUNDS[left] <= fair + 2 * largest
 
 
 def test_contexts_are_divided_while_tiles_are_few() -> None:

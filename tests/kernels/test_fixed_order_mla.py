@@ -89,6 +89,19 @@ def test_chunks_against_the_definition(mask: MaskSpec, device: torch.device) -> 
     assert relative_error(chunks(case, mask), expected(case, mask)) < BOUND[torch.float32]
 
 
+@pytest.mark.parametrize("mask", [CHAINS[1], MASKS[2]], ids=str)
+def test_any_division_has_the_same_bits(
+    mask: MaskSpec, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever segments the first CTA folds and others leave."""
+    case = make([(130, 3), (400, 3)], 6, device=device)
+    outs = []
+    for ctas in (1, 2, 3, 4):
+        divided(monkeypatch, ctas)
+        outs.append(step(case, mask))
+    assert all(torch.equal(out, outs[0]) for out in outs)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [16, 128])
 @pytest.mark.parametrize("mask", CHAINS, ids=str)

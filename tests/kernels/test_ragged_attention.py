@@ -22,8 +22,8 @@ from forerun.kernels.attention.fixed_order import TreePaths, fixed_order_attenti
 from forerun.kernels.attention.mla_absorbed import PagedLatent, mla_decode, mla_decode_ref
 from forerun.kernels.attention.mla_fixed_order import mla_fixed_order_decode
 from forerun.kernels.attention.tiles import TileConfig
-from forerun.kernels.speculation.ragged import RaggedRows, pack_tokens_ref
-from tests.kernels.attention_support import Paged, make_paged, relative_error
+from forerun.kernels.speculation.ragged import RaggedRows
+from tests.kernels.attention_support import Paged, make_paged, ragged_rows, relative_error
 
 pytest.importorskip("triton")
 
@@ -35,10 +35,7 @@ Attend = Callable[[Paged, MaskSpec, RaggedRows | None], Tensor]
 
 
 def rows_of(device: torch.device) -> RaggedRows:
-    widths = torch.tensor(WIDTHS, dtype=torch.int32, device=device)
-    ids = torch.zeros(len(WIDTHS), MOST, dtype=torch.int64, device=device)
-    flat = ids.flatten()
-    return pack_tokens_ref(widths, sum(WIDTHS), ids, ids[:, 1:].clone(), flat, flat).rows
+    return ragged_rows(WIDTHS, MOST, device)
 
 
 def dense(case: Paged, mask: MaskSpec, rows: RaggedRows | None, splits: int = 1) -> Tensor:

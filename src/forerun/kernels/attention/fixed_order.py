@@ -5,8 +5,9 @@ Neither the batch, nor how many tokens of a request run at once, nor page size o
 changes a sum. Positions are divided into segments whose bounds are constants (`segment_begin`).
 Each segment has a softmax of its own, over blocks of positions in their order; the segments'
 results are folded from the first to the last (`fold`). Whether one CTA folds them in registers, as
-for prompts and large batches, or several CTAs leave them to a second kernel, the operations are the
-same, and so is the tile's arithmetic: decode, verify and prefill have one tile shape.
+for prompts and large batches, or the first of several CTAs begins and a second kernel goes on, the
+operations are the same, and so is the tile's arithmetic: decode, verify and prefill have one tile
+shape.
 
 Positions that a row does not see leave its result as it is: a masked score weighs exactly 0, and a
 block or a segment without a visible one multiplies by exactly 1. So rows of a tile may differ in
@@ -40,7 +41,11 @@ from forerun.kernels.attention.decode_kernels import (
 )
 from forerun.kernels.attention.paged_kv import PagedKV
 from forerun.kernels.attention.tile_map import TileMap
-from forerun.kernels.attention.tiles import TileConfig, fixed_order_tile
+from forerun.kernels.attention.tiles import (
+    TileConfig,
+    fixed_order_tile,
+    lone_fixed_order_stages,
+)
 from forerun.kernels.runtime.fp8 import as_bits, fp8_mode
 from forerun.kernels.runtime.gpu import GpuInfo, gpu_of
 from forerun.kernels.runtime.jit import jit, tl, triton
@@ -124,9 +129,11 @@ def fixed_order_attention(
     tiles = batch * kv.num_kv_heads * row_tiles
     ctas = choose_ctas(gpu, tiles, kv_len_ub)
     out = torch.empty((total, heads, dim), dtype=q.dtype, device=q.device)
-    partial, stats, stages = out, out, tile.num_stages
-    segments = num_segments(kv_len_ub)
-    if ctas * tiles > gpu.num_sms > tiles:
+    partial, stats, segments = out, out, num_segments(kv_len_ub)
+    stages = tile.num_stages
+    if ctas * tiles <= gpu.num_sms:
+        stages = lone_fixed_order_stages(gpu, dim, q.dtype, kv.k.dtype)
+    elif ctas > 1:
         stages = min(stages, SHARED_STAGES)
     if ctas > 1:
         shape = (total, heads, segments)
@@ -143,7 +150,7 @@ def fixed_order_attention(
         num_warps=tile.num_warps, num_stages=stages, **pdl_options(q),
     )  # fmt: skip
     if ctas > 1:
-        fold_segments(partial, stats, out, StepTokens(kv.start, q_len, kv.rows), mask)
+        fold_segments(partial, stats, out, StepTokens(kv.start, q_len, kv.rows), mask, ctas)
     return out
 
 
@@ -157,15 +164,19 @@ class StepTokens:
 
 
 def fold_segments(
-    partial: Tensor, stats: Tensor, out: Tensor, tokens: StepTokens, mask: MaskSpec
+    partial: Tensor, stats: Tensor, out: Tensor, tokens: StepTokens, mask: MaskSpec, ctas: int
 ) -> None:
-    """Fills out [T, Hq, D] from what a step's CTAs have left of each segment.
+    """Fills out [T, Hq, D] from what a step's CTAs have left.
+
+    The first CTA of a context: the fold of its segments, in the place of the first one's results.
+    The others: the results of each of theirs.
 
     Args:
         partial: [T, Hq, segments, D] float32, weighted values.
         stats: [T, Hq, segments, 2] float32, largest score and sum of weights.
         tokens: of the step.
         mask: of the step.
+        ctas: among which each context was divided.
     """
     rows_of = tokens.rows
     total, heads, segments, dim = partial.shape
@@ -174,7 +185,7 @@ def fold_segments(
     block_rows = max(1, min(filling, FOLD_SIZE // block_d))
     _fold_kernel[(triton.cdiv(rows, block_rows),)](
         partial, stats, out, tokens.start, None if rows_of is None else rows_of.first,
-        None if rows_of is None else rows_of.places, mask.sinks, rows, segments,
+        None if rows_of is None else rows_of.places, rows, segments, ctas,
         NUM_HEADS=heads, Q_LEN=tokens.q_len, WINDOW=mask.window_constant, DIM=dim,
         BLOCK_ROWS=block_rows, BLOCK_D=block_d, AHEAD=FOLD_AHEAD,
         num_warps=1 if block_rows * block_d <= 512 else 4, **pdl_options(out),
@@ -239,6 +250,23 @@ def segment_of(position):
     middle = 32 + (position - 4096) // 1024
     last = 44 + (position - 16384) // 4096
     return tl.where(position < 4096, position // 128, tl.where(position < 16384, middle, last))
+
+
+@jit
+def share_begin(cta, ctas, start, last, WINDOW: tl.constexpr):
+    """The segment with which one of `ctas` begins that divide a context; the next one's: its end.
+
+    The context is that of query tokens at `start` to `last`. A CTA has one segment while there are
+    no more than CTAs, else about as many positions as the others.
+    """
+    first, end = segment_of(oldest(start, WINDOW)), segment_of(last) + 1
+    low = segment_begin(first)
+    at = low + (last + 1 - low) * cta // ctas
+    segment = segment_of(at)
+    middle = (segment_begin(segment) + segment_begin(segment + 1)) // 2
+    nearest = tl.where(at >= middle, segment + 1, segment)
+    begin = tl.where(end - first <= ctas, first + cta, nearest)
+    return tl.where(cta < ctas, tl.minimum(begin, end), end)
 
 
 @jit
@@ -337,27 +365,27 @@ def _attend_blocks(
 @jit
 def _attend_segments(
     q, segment, end_segment, token, start, full, low, high, table, k_ptr, v_ptr, qk_scale,
-    head, sinks_ptr, out_ptr, stats_ptr, target, inside,
-    WHOLE: tl.constexpr, ROW: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    head, sinks_ptr, out_ptr, stats_ptr, target, rows, inside,
+    FOLDS: tl.constexpr, ROW: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, FP8: tl.constexpr, INT64_OFFSETS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SOFTCAP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Some segments of [low, high), the blocks of all in one loop, so that loads run ahead.
 
-    WHOLE: returns their fold, total_sum [M] and total [M, D]; else each one's results are stored,
-    rows `target` [M] of the first one and the next of each that follows.
+    FOLDS: they are the first ones, and it returns their fold, total_max and total_sum [M], total
+    [M, D]; else each one's results are stored, at rows `target` [M] plus its number.
     """
-    total_max, total_sum = begin_softmax(sinks_ptr if WHOLE else None, head, BLOCK_M)
+    total_max, total_sum = begin_softmax(sinks_ptr, head, BLOCK_M)
     total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     row_max, row_sum = begin_softmax(None, head, BLOCK_M)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     begin = tl.maximum(segment_begin(segment), low // BLOCK_N * BLOCK_N)
     end = tl.minimum(segment_begin(end_segment), high)
     if WINDOW >= 0:  # a tile's rows may see nothing of the first ones
-        for _ in range(segment, tl.minimum(segment_of(low), end_segment)):
-            if not WHOLE:
-                _store_segment(out_ptr, stats_ptr, target, inside, row_max, row_sum, acc, DIM)
-            target += 1
+        if not FOLDS:
+            for unseen in range(segment, tl.minimum(segment_of(low), end_segment)):
+                own = target + unseen
+                store_segment(out_ptr, stats_ptr, own, rows, inside, row_max, row_sum, acc, DIM)
         segment = tl.maximum(segment, segment_of(low))
     last = segment_begin(segment + 1)
     page = load_page_ids(table, begin, low, high, PAGE_SIZE, BLOCK_N)
@@ -367,29 +395,50 @@ def _attend_segments(
             row_max, row_sum, acc, ROW, DIM, PAGE_SIZE, WINDOW, FP8, INT64_OFFSETS, BLOCK_N,
             BLOCK_D, SOFTCAP,
         )  # fmt: skip
-        if first + BLOCK_N >= tl.minimum(last, end):
-            if WHOLE:
+        ends = first + BLOCK_N >= tl.minimum(last, end)
+        if ends:
+            if FOLDS:
                 total_max, total_sum, total = fold(
                     total_max, total_sum, total, row_max, row_sum, acc
                 )  # fmt: skip
             else:
-                _store_segment(out_ptr, stats_ptr, target, inside, row_max, row_sum, acc, DIM)
-            target += 1
+                own = target + segment
+                store_segment(out_ptr, stats_ptr, own, rows, inside, row_max, row_sum, acc, DIM)
             segment += 1
             last = segment_begin(segment + 1)
             row_max, row_sum = begin_softmax(None, head, BLOCK_M)
-            acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    return total_sum, total
+        # Outside of the branch: else Triton does not wait for wgmma before it, and ptxas makes
+        # every single one wait.
+        acc = tl.where(ends, 0.0, acc)
+    return total_max, total_sum, total
 
 
 @jit
-def _store_segment(out_ptr, stats_ptr, target, inside, row_max, row_sum, acc, DIM: tl.constexpr):
-    """Stores a segment's results of the rows that are `inside` at rows `target`, both [M]."""
+def store_segment(
+    out_ptr, stats_ptr, target, rows, inside, row_max, row_sum, acc, DIM: tl.constexpr
+):  # fmt: skip
+    """Stores a segment's results of the rows that are `inside`, at row `target` + `rows` [M]."""
     d = tl.arange(0, acc.shape[1])
     mask = inside[:, None] & (d < DIM)[None, :]
-    tl.store(out_ptr + (target * DIM)[:, None] + d[None, :], acc, mask=mask)
-    tl.store(stats_ptr + target * 2, row_max, mask=inside)
-    tl.store(stats_ptr + target * 2 + 1, row_sum, mask=inside)
+    tl.store(out_ptr + target * DIM + (rows * DIM)[:, None] + d[None, :], acc, mask=mask)
+    tl.store(stats_ptr + target * 2 + rows * 2, row_max, mask=inside)
+    tl.store(stats_ptr + target * 2 + 1 + rows * 2, row_sum, mask=inside)
+
+
+@jit
+def load_segment(
+    out_ptr, stats_ptr, source, inside, DIM: tl.constexpr, BLOCK_D: tl.constexpr
+):  # fmt: skip
+    """What `store_segment` has stored at rows `source` [M] that are `inside`; of others, nothing.
+
+    Returns row_max and row_sum [M], acc [M, D].
+    """
+    d = tl.arange(0, BLOCK_D)
+    mask = inside[:, None] & (d < DIM)[None, :]
+    row_max = tl.load(stats_ptr + source * 2, mask=inside, other=-1e38)
+    row_sum = tl.load(stats_ptr + source * 2 + 1, mask=inside, other=0.0)
+    acc = tl.load(out_ptr + (source * DIM)[:, None] + d[None, :], mask=mask, other=0.0)
+    return row_max, row_sum, acc
 
 
 @jit
@@ -452,8 +501,9 @@ def _step_kernel(
     """One CTA per tile of a request's rows, K/V head, and share of its segments.
 
     A request has Q_LEN tokens, or with `first_ptr` at most so many, but Q_LEN nodes of a tree.
-    WHOLE: it folds all of them and stores the output [T, Hq, D]; else it stores each one's
-    results, [T, Hq, segments, D] and [T, Hq, segments, 2].
+    The first CTA of a context folds its segments. WHOLE: these are all, and it stores the output
+    [T, Hq, D]; else it stores their fold in the place of the first one's results, and other CTAs
+    each segment's, [T, Hq, segments, D] and [T, Hq, segments, 2].
     """
     kv_head = tl.program_id(0) % KV_HEADS
     row_tile = tl.program_id(0) // KV_HEADS
@@ -480,11 +530,10 @@ def _step_kernel(
     ROW: tl.constexpr = KV_HEADS * DIM
     k_ptr += kv_head * DIM
     v_ptr += kv_head * DIM
-    first_segment = segment_of(oldest(start, WINDOW))
-    end_segment = segment_of(start + q_len - 1) + 1
-    share = tl.cdiv(end_segment - first_segment, tl.num_programs(1))
-    first_segment += tl.program_id(1) * share
-    end_segment = tl.minimum(first_segment + share, end_segment)
+    cta, ctas, last = tl.program_id(1), tl.num_programs(1), start + q_len - 1
+    folds = True if WHOLE else cta == 0
+    first_segment = share_begin(cta, ctas, start, last, WINDOW)
+    end_segment = share_begin(cta + 1, ctas, start, last, WINDOW)
     if first_ptr is not None:
         end_segment = tl.where(first_row < q_len, end_segment, 0)
     if PDL:
@@ -512,9 +561,11 @@ def _step_kernel(
     if TREE:
         token = tl.load(depth_ptr + place + row, mask=inside, other=0)
 
-    target = out_row * num_segments + first_segment
+    HEADS: tl.constexpr = KV_HEADS * GROUP
+    target = ((first_token + first_row) * HEADS + kv_head * GROUP) * num_segments
+    rows = ((row - first_row) * HEADS + m % GROUP) * num_segments
     if TREE:
-        total_max, total_sum = begin_softmax(sinks_ptr if WHOLE else None, head, BLOCK_M)
+        total_max, total_sum = begin_softmax(sinks_ptr, head, BLOCK_M)
         total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         for segment in range(first_segment, end_segment):
             row_max, row_sum = begin_softmax(None, head, BLOCK_M)
@@ -533,32 +584,41 @@ def _step_kernel(
                     table, k_ptr, v_ptr, qk_scale, row_max, row_sum, acc,
                     ROW, DIM, PAGE_SIZE, WINDOW, FP8, INT64_OFFSETS, BLOCK_N, BLOCK_D, SOFTCAP,
                 )  # fmt: skip
-            if WHOLE:
+            if folds:
                 total_max, total_sum, total = fold(
                     total_max, total_sum, total, row_max, row_sum, acc
                 )  # fmt: skip
             else:
-                _store_segment(out_ptr, stats_ptr, target, inside, row_max, row_sum, acc, DIM)
-            target += 1
+                own = target + segment
+                store_segment(out_ptr, stats_ptr, own, rows, inside, row_max, row_sum, acc, DIM)
+    elif folds:
+        total_max, total_sum, total = _attend_segments(
+            q, first_segment, end_segment, token, start, full, low, high, table, k_ptr,
+            v_ptr, qk_scale, head, sinks_ptr, out_ptr, stats_ptr, target, rows, inside, True, ROW,
+            DIM, PAGE_SIZE, WINDOW, FP8, INT64_OFFSETS, BLOCK_M, BLOCK_N, BLOCK_D, SOFTCAP, STAGES,
+        )  # fmt: skip
     else:
-        total_sum, total = _attend_segments(
-            q, first_segment, end_segment, token, start, full, low, high, table, k_ptr, v_ptr,
-            qk_scale, head, sinks_ptr, out_ptr, stats_ptr, target, inside, WHOLE, ROW, DIM,
-            PAGE_SIZE, WINDOW, FP8, INT64_OFFSETS, BLOCK_M, BLOCK_N, BLOCK_D, SOFTCAP, STAGES,
+        total_max, total_sum, total = _attend_segments(
+            q, first_segment, end_segment, token, start, full, low, high, table, k_ptr,
+            v_ptr, qk_scale, head, sinks_ptr, out_ptr, stats_ptr, target, rows, inside, False, ROW,
+            DIM, PAGE_SIZE, WINDOW, FP8, INT64_OFFSETS, BLOCK_M, BLOCK_N, BLOCK_D, SOFTCAP, STAGES,
         )  # fmt: skip
     if WHOLE:
         out = finish(total_sum, total).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + (out_row * DIM)[:, None] + d[None, :], out, mask=q_mask)
+    elif folds:
+        own = target + first_segment
+        store_segment(out_ptr, stats_ptr, own, rows, inside, total_max, total_sum, total, DIM)
 
 
 @jit
 def _fold_kernel(
-    partial_ptr, stats_ptr, out_ptr, start_ptr, first_ptr, places, sinks_ptr, rows, num_segments,
+    partial_ptr, stats_ptr, out_ptr, start_ptr, first_ptr, places, rows, num_segments, ctas,
     NUM_HEADS: tl.constexpr, Q_LEN: tl.constexpr, WINDOW: tl.constexpr, DIM: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr, AHEAD: tl.constexpr,
     PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """One CTA per BLOCK_ROWS of T * Hq: folds the segments that `_step_kernel` has stored.
+    """One CTA per BLOCK_ROWS of T * Hq: folds what `ctas` of `_step_kernel` have stored.
 
     Token t is one of request t // Q_LEN; with `places`, of places[t] // Q_LEN.
     AHEAD of them are loaded at once: those past the last one weigh nothing.
@@ -578,22 +638,20 @@ def _fold_kernel(
     start = tl.load(start_ptr + request, mask=inside, other=0)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    first = segment_of(oldest(start, WINDOW))
-    end = segment_of(start + q_len - 1) + 1
-    total_max, total_sum = begin_softmax(sinks_ptr, row % NUM_HEADS, BLOCK_ROWS)
-    total = tl.zeros([BLOCK_ROWS, BLOCK_D], tl.float32)
+    last = start + q_len - 1
+    prefix = row * num_segments + share_begin(0, ctas, start, last, WINDOW)
+    first = share_begin(1, ctas, start, last, WINDOW)
+    end = share_begin(ctas, ctas, start, last, WINDOW)
+    total_max, total_sum, total = load_segment(
+        partial_ptr, stats_ptr, prefix, inside, DIM, BLOCK_D
+    )  # fmt: skip
     for least in range(tl.min(tl.where(inside, first, 1 << 30), 0), tl.max(end, 0), AHEAD):
         for i in tl.static_range(AHEAD):
             segment = least + i
             stored = inside & (segment >= first) & (segment < end)
-            at = row * num_segments + segment
-            row_max = tl.load(stats_ptr + at * 2, mask=stored, other=-1e38)
-            row_sum = tl.load(stats_ptr + at * 2 + 1, mask=stored, other=0.0)
-            acc = tl.load(
-                partial_ptr + (at * DIM)[:, None] + d[None, :],
-                mask=mask & stored[:, None],
-                other=0.0,
-            )
+            row_max, row_sum, acc = load_segment(
+                partial_ptr, stats_ptr, row * num_segments + segment, stored, DIM, BLOCK_D
+            )  # fmt: skip
             total_max, total_sum, total = fold(
                 total_max, total_sum, total, row_max, row_sum, acc
             )  # fmt: skip
@@ -635,9 +693,9 @@ def _chunk_kernel(
         low = tl.maximum(full - WINDOW, 0)
     k_ptr += kv_head * DIM
     v_ptr += kv_head * DIM
-    total_sum, total = _attend_segments(
+    _, total_sum, total = _attend_segments(
         q, segment_of(low), segment_of(high - 1) + 1, row, start, full, low, high, table, k_ptr,
-        v_ptr, qk_scale, head, sinks_ptr, None, None, head, inside, True, KV_HEADS * DIM, DIM,
+        v_ptr, qk_scale, head, sinks_ptr, None, None, head, head, inside, True, KV_HEADS * DIM, DIM,
         PAGE_SIZE, WINDOW, FP8, INT64_OFFSETS, BLOCK_M, BLOCK_N, BLOCK_D, SOFTCAP, STAGES,
     )  # fmt: skip
     out = finish(total_sum, total).to(out_ptr.dtype.element_ty)

@@ -34,10 +34,10 @@ from forerun.kernels.attention.fixed_order import (
     fold,
     fold_segments,
     num_segments,
-    oldest,
     segment_begin,
-    segment_of,
+    share_begin,
     slots_along_path,
+    store_segment,
 )
 from forerun.kernels.attention.mla_absorbed import PagedLatent
 from forerun.kernels.attention.tile_map import TileMap
@@ -87,7 +87,7 @@ def mla_fixed_order_decode(
     partial = torch.empty((*shape, dim), dtype=torch.float32, device=q.device)
     stats = torch.empty((*shape, 2), dtype=torch.float32, device=q.device)
     launch(grid, q, partial, stats, q_len)
-    fold_segments(partial, stats, out, StepTokens(cache.start, q_len, cache.rows), mask)
+    fold_segments(partial, stats, out, StepTokens(cache.start, q_len, cache.rows), mask, ctas)
     return out
 
 
@@ -184,13 +184,12 @@ def _latent_kernel(
     FP8: tl.constexpr, INT64_OFFSETS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """One CTA per tile of a request's rows (tokens times heads), and every so many segments.
+    """One CTA per tile of a request's rows (tokens times heads), and share of its segments.
 
     Q_LEN > 0: every request has that many tokens, or with `first_ptr` at most; the grid is (tiles,
     CTAs per context, requests).
     Q_LEN = 0: ragged chunks; the grid is (tiles,), each with an entry of the tile map, in rows.
-    WHOLE: it folds all segments and stores the output [T, HEADS, LATENT]; else it stores each
-    one's results, [T, HEADS, segments, LATENT] and [T, HEADS, segments, 2].
+    The first CTA of a context folds its segments, and WHOLE: `_step_kernel` of `fixed_order.py`.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -240,13 +239,17 @@ def _latent_kernel(
         token = tl.load(depth_ptr + place + row, mask=inside, other=0)
 
     ROW: tl.constexpr = LATENT + ROPE
+    target = (first_token * HEADS + first_row) * num_segments
+    rows = (m - first_row) * num_segments
     total_max, total_sum = begin_softmax(None, head, BLOCK_M)
     total = tl.zeros([BLOCK_M, BLOCK_L], tl.float32)
-    first_segment = segment_of(oldest(start, WINDOW)) + tl.program_id(1)
-    end_segment = segment_of(last) + 1
+    cta, ctas = tl.program_id(1), tl.num_programs(1)
+    folds = True if WHOLE else cta == 0
+    first_segment = share_begin(cta, ctas, start, last, WINDOW)
+    end_segment = share_begin(cta + 1, ctas, start, last, WINDOW)
     if first_ptr is not None:
         end_segment = tl.where(first_node < q_len, end_segment, 0)
-    for segment in range(first_segment, end_segment, tl.num_programs(1)):
+    for segment in range(first_segment, end_segment):
         row_max, row_sum = begin_softmax(None, head, BLOCK_M)
         acc = tl.zeros([BLOCK_M, BLOCK_L], tl.float32)
         begin = tl.maximum(segment_begin(segment), low // BLOCK_N * BLOCK_N)
@@ -277,13 +280,14 @@ def _latent_kernel(
                         start, token, qk_scale, row_max, row_sum, acc,
                         LATENT, ROPE, WINDOW, FP8, BLOCK_N, BLOCK_L, BLOCK_R,
                     )  # fmt: skip
-        if WHOLE:
+        if folds:
             total_max, total_sum, total = fold(total_max, total_sum, total, row_max, row_sum, acc)
         else:
-            target = out_row * num_segments + segment
-            tl.store(out_ptr + (target * LATENT)[:, None] + d[None, :], acc, mask=l_mask)
-            tl.store(stats_ptr + target * 2, row_max, mask=inside)
-            tl.store(stats_ptr + target * 2 + 1, row_sum, mask=inside)
+            own = target + segment
+            store_segment(out_ptr, stats_ptr, own, rows, inside, row_max, row_sum, acc, LATENT)
     if WHOLE:
         out = finish(total_sum, total).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + (out_row * LATENT)[:, None] + d[None, :], out, mask=l_mask)
+    elif folds:
+        own = target + first_segment
+        store_segment(out_ptr, stats_ptr, own, rows, inside, total_max, total_sum, total, LATENT)

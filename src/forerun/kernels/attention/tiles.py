@@ -16,6 +16,7 @@ from forerun.kernels.runtime.gpu import GpuInfo, gpu_of, next_power_of_2
 MAX_SPLITS = 64
 MIN_SPLIT_LEN = 64  # K/V positions that are worth a split of their own
 MAX_SHORT_SPLITS = 20  # below LONG_CONTEXT: what combining more takes is not earned back
+MAX_LONE_STAGES = 5  # of attention in a fixed order: a segment has two blocks, or four
 LONG_CONTEXT = 4096  # positions from which on reading K/V outweighs the cost of splits
 # Of `mla_sm90.py`: values of a latent row, positions of a page, query rows of a CTA and of a
 # prefill tile (a cluster of two CTAs).
@@ -190,6 +191,24 @@ def fixed_order_tile(gpu: GpuInfo, head_dim: int, dtype: torch.dtype) -> TileCon
         return tile
     wide = next_power_of_2(head_dim) > 128
     return TileConfig(64, 32 if wide else 64, 8 if wide else 4, 2 if wide else 3)
+
+
+def lone_fixed_order_stages(
+    gpu: GpuInfo, head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> int:
+    """Stages of such a tile whose CTA shares its SM with no other.
+
+    On Hopper as many blocks as there is room for, so that few CTAs keep enough loads in flight,
+    besides q, converted K/V and what storing results takes.
+    """
+    tile, padded_dim = fixed_order_tile(gpu, head_dim, dtype), next_power_of_2(head_dim)
+    if gpu.interpreted or gpu.amd or dtype == torch.float32 or gpu.capability != 90:
+        return tile.num_stages
+    values, rows = 2 * tile.block_n * padded_dim, tile.block_m * padded_dim
+    room = gpu.smem_bytes - rows * (dtype.itemsize + 4)
+    if kv_dtype != dtype:
+        room -= values * dtype.itemsize
+    return max(1, min(MAX_LONE_STAGES, room // (values * kv_dtype.itemsize)))
 
 
 # --- latent K/V (MLA) ---------------------------------------------------------------------------
