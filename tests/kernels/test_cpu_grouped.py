@@ -26,6 +26,10 @@ KINDS = [
     for group in (16, 32)
     for scales in (torch.float16, torch.float32)
 ]
+MULTIPLES = [
+    GroupedKind(bits, group, zero, torch.int8, supers=256 // group)
+    for bits, group, zero in ((4, 16, 0), (4, 16, 4), (4, 32, 0), (8, 32, 0), (8, 16, 32))
+]
 POINTS = [
     GroupedKind(4, group, zero, scales, points=zero == 0)
     for group in (32, 48, 96)
@@ -46,7 +50,8 @@ def _threads() -> Iterator[None]:
 def random_weight(n: int, k: int, kind: GroupedKind) -> GroupedWeight:
     """Scales of all exponents that float16 has, subnormal ones too; of 17 bits in float32."""
     draw = torch.Generator().manual_seed(n * k)
-    most = 1 << (min(kind.bits, 6) if kind.scales is torch.float32 else kind.bits)
+    wide = kind.scales in (torch.float32, torch.int8)
+    most = 1 << (min(kind.bits, 6) if wide else kind.bits)
     if kind.zero == 32:
         most = 64
     codes = torch.randint(0, most, (n, k), generator=draw).to(torch.uint8)
@@ -60,7 +65,12 @@ def random_weight(n: int, k: int, kind: GroupedKind) -> GroupedWeight:
         scales, leasts = 63 * scales, 63 * leasts
     if kind.points:
         leasts = torch.randint(0, 17, shape, generator=draw).float()
-    return GroupedWeight.of(codes, scales, None if kind.zero else leasts, kind)
+    supers = None, None
+    if kind.supers:
+        shared = [each[:, :: kind.supers].half() for each in (scales, leasts)]
+        supers = shared[0], None if kind.zero else shared[1]
+        scales, leasts = (torch.randint(-32, 64, shape, generator=draw) for _ in range(2))
+    return GroupedWeight.of(codes, (scales, None if kind.zero else leasts), kind, supers)
 
 
 def operands(n: int, k: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,6 +98,16 @@ def test_zero_points_of_groups(n: int, kind: GroupedKind) -> None:
     """Those of AWQ and GPTQ: groups of any number of columns, up to whole rows."""
     test_gemm_has_the_bits_of_float32(n, 96 * (2 if kind.group < 96 else 1), kind)
     test_rows_are_the_dequantized_ones(kind, torch.float32)
+
+
+@pytest.mark.parametrize("kind", MULTIPLES, ids=str)
+@pytest.mark.parametrize("n", [33, 138])
+def test_scales_that_are_multiples(n: int, kind: GroupedKind) -> None:
+    """Those of GGUF's kinds that end with K."""
+    test_gemm_has_the_bits_of_float32(n, 512, kind)
+    weight = random_weight(n, 256, kind)
+    packed, ids = cpu.pack_grouped(weight, None, torch.float32), torch.arange(n).flip(0)
+    assert torch.equal(cpu.take_packed_rows(packed, ids), weight.dequantize()[ids])
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -125,12 +145,12 @@ def test_rows_are_the_dequantized_ones(kind: GroupedKind, dtype: torch.dtype) ->
     assert torch.equal(cpu.take_packed_rows(packed, ids), weight.dequantize()[ids].to(dtype))
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("kind", KINDS + MULTIPLES, ids=str)
 def test_parts_of_several_kinds_keep_their_values(kind: GroupedKind) -> None:
-    for other in KINDS:
+    for other in KINDS + MULTIPLES:
         both = GroupedKind.of_all([kind, other])
-        weight = GroupedWeight.empty(60, 64, both, torch.device("cpu"))
-        parts = random_weight(20, 64, kind), random_weight(40, 64, other)
+        weight = GroupedWeight.empty(60, 256, both, torch.device("cpu"))
+        parts = random_weight(20, 256, kind), random_weight(40, 256, other)
         weight.map(lambda t: t[:20]).copy_(parts[0])
         weight.map(lambda t: t[20:]).copy_(parts[1])
         assert torch.equal(weight.dequantize(), torch.cat([p.dequantize() for p in parts]))

@@ -42,7 +42,8 @@ struct Weight {
     const void* data;
     const void* scales;  // int8: [panels][K / GROUP][PANEL] bfloat16
                          // grouped: [panels][K / group][1 or 2][PANEL], scales and, then, leasts
-                         // or zero points
+                         // or zero points; of int8, the multiples of `supers` groups follow what
+                         // they are multiples of: [1 or 2][PANEL] float16
     const float* bias;   // [N] or null
     int64_t n, k;
     int32_t kind;
@@ -51,9 +52,15 @@ struct Weight {
     int32_t scale_type;       // grouped: `ScaleType`
     int32_t zero;             // grouped: least = -zero * scale; 0: leasts are stored, or
     int32_t points;           // the zero of each group
+    int32_t supers;           // grouped, int8 scales: groups of a block, a power of two
 };
 
-enum ScaleType : int32_t { FLOAT32_SCALES = 0, FLOAT16_SCALES = 1, BFLOAT16_SCALES = 2 };
+enum ScaleType : int32_t {
+    FLOAT32_SCALES = 0,
+    FLOAT16_SCALES = 1,
+    BFLOAT16_SCALES = 2,
+    INT8_SCALES = 3
+};
 
 // The tokens of a GEMM, as its kind reads them.
 struct Tokens {
@@ -334,39 +341,58 @@ struct Traits<INT8> {
     }
 };
 
-// Scales and leasts of a panel's group, LANES rows at a time.
+// Where scales and leasts of a panel are, and how they are read: LANES rows at a time. Groups are in
+// blocks, of one each but where their scales are multiples of two values of the block.
 struct GroupScales {
     const char* scales;
-    int64_t stride;  // bytes of a group
+    int64_t stride, head, block;  // bytes: of a group, before the groups of a block, of a block
+    int64_t blocks, in_block;     // of the panel; groups of each
     int32_t type;
     bool has_second, points;
     float zero;  // negative
 
+    // What the groups of a block share.
+    struct Shared {
+        Vec scale, least;
+    };
+
     GroupScales(const Weight& w, int64_t panel)
-        : type(w.scale_type), has_second(w.zero == 0), points(w.points != 0),
-          zero(-float(w.zero)) {
-        stride = PANEL * (type == FLOAT32_SCALES ? 4 : 2) * (has_second ? 2 : 1);
-        scales = static_cast<const char*>(w.scales) + panel * (w.k / w.group) * stride;
+        : head(0), in_block(1), type(w.scale_type), has_second(w.zero == 0),
+          points(w.points != 0), zero(-float(w.zero)) {
+        const int64_t values = PANEL * (has_second ? 2 : 1);
+        stride = values * (type == FLOAT32_SCALES ? 4 : type == INT8_SCALES ? 1 : 2);
+        if (type == INT8_SCALES) head = 2 * values, in_block = w.supers;
+        block = head + in_block * stride;
+        blocks = w.k / w.group / in_block;
+        scales = static_cast<const char*>(w.scales) + panel * panel_bytes();
     }
-    Vec at(const char* group, int64_t i) const {
-        if (type == FLOAT16_SCALES) return load_floats(reinterpret_cast<const Float16*>(group) + i);
-        if (type == BFLOAT16_SCALES)
-            return load_floats(reinterpret_cast<const BFloat16*>(group) + i);
-        return load_floats(reinterpret_cast<const float*>(group) + i);
-    }
-    // Those of the panel that is read after this one; `panels`: from it.
-    void prefetch(int64_t g, int64_t panels, int64_t groups) const {
-        const char* group = scales + (panels * groups + g) * stride;
+    int64_t panel_bytes() const { return blocks * block; }
+    void prefetch(const char* group) const {
         __builtin_prefetch(group);
         if (stride > 64) __builtin_prefetch(group + stride - 64);
     }
-    void read(int64_t g, int64_t lane, Vec& scale, Vec& least) const {
-        const char* group = scales + g * stride;
+    Vec at(const char* from, int64_t i) const {
+        if (type == INT8_SCALES) return load_floats(reinterpret_cast<const int8_t*>(from) + i);
+        if (type == FLOAT16_SCALES) return load_floats(reinterpret_cast<const Float16*>(from) + i);
+        if (type == BFLOAT16_SCALES)
+            return load_floats(reinterpret_cast<const BFloat16*>(from) + i);
+        return load_floats(reinterpret_cast<const float*>(from) + i);
+    }
+    Shared shared(const char* from, int64_t lane) const {
+        if (type != INT8_SCALES) return {Vec{}, Vec{}};
+        const Float16* halves = reinterpret_cast<const Float16*>(from) + lane;
+        return {load_floats(halves), has_second ? load_floats(halves + PANEL) : Vec{}};
+    }
+    void read(const char* group, const Shared& of, int64_t lane, Vec& scale, Vec& least) const {
         scale = at(group, lane);
-        if (!has_second)
+        if (type == INT8_SCALES) scale *= of.scale;
+        if (!has_second) {
             least = scale * zero;
-        else
-            least = points ? at(group, PANEL + lane) * -scale : at(group, PANEL + lane);
+        } else {
+            least = at(group, PANEL + lane);
+            if (type == INT8_SCALES) least *= of.least;
+            if (points) least *= -scale;
+        }
     }
 };
 
@@ -376,30 +402,40 @@ template <int BITS, int PANELS, class Body>
 __attribute__((always_inline)) inline void each_column(const Weight& w, int64_t panel,
                                                        Body&& body) {
     constexpr int CODES = 32 / BITS;
-    const int64_t size = w.k / CODES * PANEL;
+    const int64_t size = w.k / CODES * PANEL, columns = w.group;
     const uint32_t* words = static_cast<const uint32_t*>(w.data) + panel * size;
-    const int64_t groups = w.k / w.group;
-    for (int64_t g = 0; g < groups; g++) {
-        Vec scale[2 * PANELS], least[2 * PANELS];
+    const GroupScales scales(w, panel);
+    const int64_t panel_bytes = scales.panel_bytes();
+    int64_t k = 0;
+    for (int64_t b = 0; b < scales.blocks; b++) {
+        const char* block = scales.scales + b * scales.block;
+        GroupScales::Shared shared[2 * PANELS];
         FORERUN_UNROLL
-        for (int j = 0; j < 2 * PANELS; j++) {
-            const GroupScales scales(w, panel + j / 2);
-            scales.read(g, j % 2 * LANES, scale[j], least[j]);
-            if (j % 2 == 0) scales.prefetch(g, PANELS, groups);
-        }
-        for (int64_t k = g * w.group; k < (g + 1) * w.group; k += CODES) {
-            BitVec word[2 * PANELS];
+        for (int j = 0; j < 2 * PANELS; j++)
+            shared[j] = scales.shared(block + j / 2 * panel_bytes, j % 2 * LANES);
+        for (int64_t g = 0; g < scales.in_block; g++) {
+            const char* group = block + scales.head + g * scales.stride;
+            Vec scale[2 * PANELS], least[2 * PANELS];
             FORERUN_UNROLL
-            for (int j = 0; j < 2 * PANELS; j++)
-                word[j] = load<BitVec>(words + (j / 2) * size + k / CODES * PANEL +
-                                       (j % 2) * LANES);
-            FORERUN_UNROLL
-            for (int c = 0; c < CODES; c++) {
-                Vec value[2 * PANELS];
+            for (int j = 0; j < 2 * PANELS; j++) {
+                const char* of_panel = group + j / 2 * panel_bytes;
+                scales.read(of_panel, shared[j], j % 2 * LANES, scale[j], least[j]);
+                if (j % 2 == 0) scales.prefetch(of_panel + PANELS * panel_bytes);
+            }
+            for (const int64_t end = k + columns; k < end; k += CODES) {
+                BitVec word[2 * PANELS];
                 FORERUN_UNROLL
                 for (int j = 0; j < 2 * PANELS; j++)
-                    value[j] = mul_add(code<BITS>(word[j], c), scale[j], least[j]);
-                body(k + c, value);
+                    word[j] = load<BitVec>(words + (j / 2) * size + k / CODES * PANEL +
+                                           (j % 2) * LANES);
+                FORERUN_UNROLL
+                for (int c = 0; c < CODES; c++) {
+                    Vec value[2 * PANELS];
+                    FORERUN_UNROLL
+                    for (int j = 0; j < 2 * PANELS; j++)
+                        value[j] = mul_add(code<BITS>(word[j], c), scale[j], least[j]);
+                    body(k + c, value);
+                }
             }
         }
     }
@@ -834,12 +870,16 @@ template <class T>
 void take_grouped_row(const Weight& w, int64_t id, T* out) {
     const int64_t panel = id / PANEL, lane = id % PANEL, codes = 32 / w.bits;
     const uint32_t* words = static_cast<const uint32_t*>(w.data) + panel * (w.k / codes) * PANEL;
-    const GroupScales groups(w, panel);
+    const GroupScales scales(w, panel);
+    int64_t k = 0;
     for (int64_t g = 0; g < w.k / w.group; g++) {
-        Vec scales, leasts;
-        groups.read(g, lane / LANES * LANES, scales, leasts);
-        const float scale = scales[lane % LANES], least = leasts[lane % LANES];
-        for (int64_t k = g * w.group; k < (g + 1) * w.group; k++) {
+        const char* block = scales.scales + g / scales.in_block * scales.block;
+        const char* group = block + scales.head + g % scales.in_block * scales.stride;
+        const int64_t first = lane / LANES * LANES;
+        Vec of_scale, of_least;
+        scales.read(group, scales.shared(block, first), first, of_scale, of_least);
+        const float scale = of_scale[lane % LANES], least = of_least[lane % LANES];
+        for (const int64_t end = k + w.group; k < end; k++) {
             const uint32_t word = words[k / codes * PANEL + lane] >> (w.bits * (k % codes));
             out[k] = from_float<T>(mul_add(float(word & ((1u << w.bits) - 1)), scale, least));
         }

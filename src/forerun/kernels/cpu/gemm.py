@@ -59,10 +59,12 @@ class _Weight(ctypes.Structure):
         ("scale_type", c_int32),
         ("zero", c_int32),
         ("points", c_int32),
+        ("supers", c_int32),
     )
 
 
-SCALE_TYPES = (torch.float32, torch.float16, torch.bfloat16)  # the order of `ScaleType` in gemm.cpp
+# In the order of `ScaleType` in gemm.cpp.
+SCALE_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int8)
 
 
 @dataclass(eq=False)
@@ -92,6 +94,7 @@ class PackedWeight:
             self._struct.bits, self._struct.group = self.grouped.bits, self.grouped.group
             self._struct.scale_type = SCALE_TYPES.index(self.grouped.scales)
             self._struct.zero, self._struct.points = self.grouped.zero, self.grouped.points
+            self._struct.supers = self.grouped.supers
         self.address = ctypes.addressof(self._struct)
 
     @property
@@ -161,22 +164,39 @@ def pack_grouped(weight: GroupedWeight, bias: Tensor | None, dtype: torch.dtype)
     call("forerun_advise_huge_pages", data.data_ptr(), data.nbytes)
     words = weight.codes.contiguous().view(torch.int32)
     _lay_out(words, data.view(torch.int32).view(panels, -1, panel()))
-    parts = [weight.scales] if weight.leasts is None else [weight.scales, weight.leasts]
-    groups = k // kind.group
-    scales = torch.empty(panels, groups, len(parts), panel(), dtype=kind.scales)
-    for i, part in enumerate(parts):
-        _lay_out(part, scales[:, :, i])
+    scales = _pack_scales(weight, panels)
     bias = None if bias is None else bias.float().contiguous()
     return PackedWeight(n, k, dtype, Format.GROUPED, data, scales, bias, kind)
 
 
+def _pack_scales(weight: GroupedWeight, panels: int) -> Tensor:
+    """Scales and leasts in the order in which the kernel reads them."""
+    kind, size = weight.kind, panel()
+    parts = [each for each in (weight.scales, weight.leasts) if each is not None]
+    groups = weight.shape[1] // kind.group
+    if not kind.supers:
+        scales = torch.empty(panels, groups, len(parts), size, dtype=kind.scales)
+        for i, part in enumerate(parts):
+            _lay_out(part, scales[:, :, i])
+        return scales
+    supers = [each for each in (weight.super_scales, weight.super_leasts) if each is not None]
+    head, values = 2 * len(parts) * size, len(parts) * size
+    blocks = torch.empty(panels, groups // kind.supers, head + kind.supers * values).byte()
+    heads = blocks[..., :head].view(torch.float16).unflatten(-1, (-1, size))
+    multiples = blocks[..., head:].view(torch.int8).unflatten(-1, (kind.supers, -1, size))
+    for i, (of_blocks, part) in enumerate(zip(supers, parts, strict=True)):
+        _lay_out(of_blocks, heads[:, :, i])
+        _lay_out(part.unflatten(1, (-1, kind.supers)), multiples[:, :, :, i])
+    return blocks
+
+
 def _lay_out(rows: Tensor, to: Tensor) -> None:
-    """rows [N, C] -> to [panels, C, panel]; rows of the last panel that are not there: zeros."""
-    panels, _, size = to.shape
+    """rows [N, ...] -> to [panels, ..., panel]; what the last panel has beyond them: zeros."""
+    panels, size = to.shape[0], to.shape[-1]
     whole, rest = divmod(len(rows), size)
-    to[:whole] = rows[: whole * size].unflatten(0, (whole, size)).transpose(1, 2)
+    to[:whole] = rows[: whole * size].unflatten(0, (whole, size)).movedim(1, -1)
     if rest:
-        to[panels - 1].zero_()[:, :rest] = rows[whole * size :].t()
+        to[panels - 1].zero_()[..., :rest] = rows[whole * size :].movedim(0, -1)
 
 
 def gemm(x: Tensor, w: PackedWeight) -> Tensor:

@@ -35,6 +35,7 @@ typedef float Vec __attribute__((vector_size(4 * FORERUN_LANES)));
 typedef int32_t IntVec __attribute__((vector_size(4 * FORERUN_LANES)));
 typedef uint32_t BitVec __attribute__((vector_size(4 * FORERUN_LANES)));
 typedef uint16_t HalfVec __attribute__((vector_size(2 * FORERUN_LANES)));
+typedef int8_t ByteVec __attribute__((vector_size(FORERUN_LANES)));
 
 template <class V>
 inline V load(const void* from) {  // any alignment
@@ -140,6 +141,16 @@ inline BFloat16 from_float<BFloat16>(float x) {  // to the nearest, ties to even
 inline Vec load_floats(const float* from) { return load<Vec>(from); }
 inline Vec load_floats(const BFloat16* from) {
     return bits_as<Vec>(__builtin_convertvector(load<HalfVec>(from), BitVec) << 16);
+}
+
+inline Vec load_floats(const int8_t* from) {
+#if FORERUN_LANES == 16
+    return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(from)));
+#elif FORERUN_LANES == 8 && defined(__AVX2__)
+    return (Vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
+#else
+    return __builtin_convertvector(load<ByteVec>(from), Vec);
+#endif
 }
 
 inline Vec load_floats(const Float16* from) {
