@@ -184,6 +184,26 @@ def test_the_graph_of_a_pass_has_room_for_its_padding() -> None:
         assert [rows(wanted) for wanted in (6, 13, 14, 29, 30)] == [16, 16, 32, 32, 0]
 
 
+def test_a_graph_whose_drafts_are_cut_holds_smaller_passes() -> None:
+    with golden_llm("DFLASH", **SETTINGS) as llm:
+        executor, limits = llm.engine.executor, llm.engine.limits
+        assert isinstance(executor, DeviceExecutor) and limits.max_verify_tokens == 8
+        steps = CudaGraphSteps(executor.step, 64, 4, llm.engine.info.verify_widths)
+        assert steps.shapes[1] == [(1, 0), (2, 0), (4, 0), (8, 0)]
+        assert steps.shapes[2] == [(1, 0), (4, 4), (8, 8), (8, 0)]
+        assert steps.shapes[4] == [(1, 0), (8, 8), (8, 16), (8, 0)]
+        rest = {"kv_len_ub": 64, "flags": SamplingFlags(), "lengths": HostBatch([0] * 3)}
+        for batch, size in ((1, 1), (2, 2), (3, 4), (1, 2)):
+            for width in llm.engine.info.verify_widths:
+                wanted, rows = limits.verify_shape(batch, width)
+                asked = DecodeBatch(range(batch), wanted, num_rows=rows, **rest)
+                found = steps._pass_of(asked, size)
+                assert (found.width, found.rows) in steps.shapes[size]
+                padding = size - batch if found.rows else 0
+                tokens = (found.rows or batch * found.width) - padding
+                assert found.width >= wanted and tokens >= (rows or batch * wanted)
+
+
 def test_drafts_are_made_for_some_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """The algorithm is asked for the first ones; the others count as not verified."""
     asked: list[tuple[int, int]] = []

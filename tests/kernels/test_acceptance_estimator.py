@@ -90,6 +90,22 @@ def test_one_width_of_all_requests(width: int, each_device: torch.device) -> Non
         torch.testing.assert_close(want.count[-1], torch.full((2,), 8 * PLAIN_FADE))
 
 
+def test_a_step_may_have_fewer_drafts(each_device: torch.device) -> None:
+    want, slots = Estimator.new(3, 7, CPU), torch.tensor([2, 0])
+    got = copy(want, each_device)
+    limits, widths = torch.full((4,), 7).int(), torch.tensor([4, 2]).int()
+    for committed in ([3, 2], [4, 1]):
+        counts, confidence = torch.tensor(committed).int(), torch.rand(2, 3)
+        filled = torch.cat((confidence, torch.full((2, 4), 0.5)), 1)
+        mine = [each.to(each_device) for each in (slots, widths, counts, confidence)]
+        got.update(StepOutcome(*mine))
+        want.update_ref(StepOutcome(slots, widths, counts, filled))
+        for each in fields(want):
+            torch.testing.assert_close(vars(got)[each.name].cpu(), vars(want)[each.name])
+        survival = got.survival(mine[0], limits.to(each_device), mine[3]).cpu()
+        torch.testing.assert_close(survival, want.survival_ref(slots, limits, filled))
+
+
 def test_drafts_that_were_not_compared() -> None:
     """Beyond a request's limit, and of requests that another one drafts for."""
     limits = torch.tensor([9, 1, 9, 0], dtype=torch.int32)

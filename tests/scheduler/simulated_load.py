@@ -19,14 +19,13 @@ import torch
 
 from forerun.core.request import Request
 from forerun.core.sampling_params import SamplingParams
-from forerun.core.widths import captured_width, ragged_widths
+from forerun.core.widths import captured_width, ragged_widths, verify_widths
 from forerun.scheduler.adaptive_width import (
     AdaptiveWidth,
     FixedWidth,
     VerifyOutcome,
     WidthChoice,
     WidthPolicy,
-    verify_widths,
 )
 from forerun.scheduler.ragged_width import RaggedWidth
 from forerun.speculative.ragged.allocate import allocate_ref

@@ -23,10 +23,11 @@ from forerun.core.plan import Limits, StepPlan, StepResult
 from forerun.core.request import Request, State
 from forerun.core.sampling_params import SamplingParams
 from forerun.core.scheduling_params import SchedulingParams
+from forerun.core.widths import verify_widths
 from forerun.kvcache.pages import PageAllocator
 from forerun.kvcache.radix_cache import NoPrefixCache, RadixCache
 from forerun.kvcache.window_pages import WindowPages
-from forerun.scheduler.adaptive_width import FixedWidth, WidthPolicy, verify_widths
+from forerun.scheduler.adaptive_width import FixedWidth, WidthPolicy
 from forerun.scheduler.schedule_policy import SchedulePolicy
 from forerun.scheduler.scheduler import ScheduledStep, Scheduler, check_fits
 

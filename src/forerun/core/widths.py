@@ -1,4 +1,6 @@
-"""The widths of ragged steps: tokens verified per request, in the mean. No torch."""
+"""The widths that steps may have: tokens verified per request, of a ragged step in the mean. No
+torch.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,12 @@ import bisect
 FINE_TOKENS = 64  # of a pass: from so many on they cost time, and passes are closer to each other
 DRAFTING_BATCH = 32  # requests: smaller batches draft for all or none
 _WIDTHS = (1.25, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128, 192)
+
+
+def verify_widths(full: int, flexible: bool) -> tuple[int, ...]:
+    """The widths that steps can have: 1, the full one, and powers of two between them."""
+    between = [1 << n for n in range(1, full.bit_length())] if flexible else []
+    return (1, *(w for w in between if w <= 0.75 * full), *([full] if full > 1 else []))
 
 
 def ragged_widths(full: int) -> tuple[float, ...]:

@@ -14,7 +14,7 @@ from forerun.config.engine_config import EngineConfig
 from forerun.config.model_config import ModelConfig
 from forerun.core.errors import ConfigError
 from forerun.core.plan import Limits
-from forerun.core.widths import ragged_widths
+from forerun.core.widths import ragged_widths, verify_widths
 from forerun.executor.attention_setup import AttentionSetup, Placement, choose_attention
 from forerun.executor.fixed_order import cpu_has_fixed_order, has_fixed_order
 from forerun.executor.tensor_parallel import rank_device
@@ -31,7 +31,6 @@ from forerun.models.registry import TRANSFORMERS, target_class, target_config
 from forerun.models.stop_ids import StopIds, stop_ids, tokenizer_folder
 from forerun.platform.cpu_threads import CpuThreads
 from forerun.platform.device import gpu_arch, resolve_dtype, resolve_kv_dtype
-from forerun.scheduler.adaptive_width import verify_widths
 from forerun.speculative.base import SpecCaps, SpeculativeAlgorithm
 from forerun.speculative.sharding import resolve_draft
 
@@ -306,4 +305,5 @@ def _limits(
             min(caps.num_verify_tokens, MAX_PENDING_OBSERVE) if caps.deferred_observe else 0
         ),
         ragged=config.speculative_ragged_verify,
+        cuts_drafts=caps.flexible and not caps.makes_trees,
     )

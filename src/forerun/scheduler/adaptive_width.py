@@ -44,12 +44,6 @@ MIN_EXPLORATION_COST = 0.1  # of the step's time, whatever loss is expected
 EXPLORED_WIDTH = 4  # at least, if there are wider steps: one draft says too little
 
 
-def verify_widths(full: int, flexible: bool) -> tuple[int, ...]:
-    """The widths that steps can have: 1, the full one, and powers of two between them."""
-    between = [1 << n for n in range(1, full.bit_length())] if flexible else []
-    return (1, *(w for w in between if w <= 0.75 * full), *([full] if full > 1 else []))
-
-
 class WidthChoice(NamedTuple):
     """What a step verifies."""
 

@@ -41,6 +41,8 @@ class RaggedWidth(ThroughputPolicy):
         super().__init__(widths, StepCosts(widths, costs, drafting))
         self._parts = parts
         self._budgets: dict[float, Budget] = {}  # of the last batch, by width
+        self._of: object = None  # what these are of: requests, limits and tellings
+        self._tellings = 0  # of survivals; costs change little from one to the next
         # Of a request that none are known of: [K], not rising.
         self._prior = tuple(INITIAL_RATE**k for k in range(1, self.max_drafts + 1))
 
@@ -50,12 +52,17 @@ class RaggedWidth(ThroughputPolicy):
         for request, row in zip(requests, rows, strict=False):
             request.survival = row
         self._prior = tuple(rows[-1])
+        self._tellings += 1
 
     def _offers(self, requests: Sequence[Request], max_index: int) -> Sequence[Offer]:
         batch, full = len(requests), self.max_drafts + 1
-        indices = [i for i, w in enumerate(self.widths) if captured_width(w, batch, full) == w]
-        found = budgets(self._survivals(requests), self._times(batch, indices))
-        self._budgets = {self.widths[i]: each for i, each in zip(indices, found, strict=True)}
+        limits = [self._limit(request) for request in requests]
+        given = list(requests), limits, self._tellings
+        if given != self._of:
+            indices = [i for i, w in enumerate(self.widths) if captured_width(w, batch, full) == w]
+            found = budgets(self._survivals(requests, limits), self._times(batch, indices))
+            self._budgets = {self.widths[i]: each for i, each in zip(indices, found, strict=True)}
+            self._of = given
         # The pass of the next width serves, where the limit's own is not captured.
         most = captured_width(self.widths[max_index], batch, full)
         return [
@@ -70,10 +77,9 @@ class RaggedWidth(ThroughputPolicy):
             return None
         return budget.order[: budget.drafting]
 
-    def _survivals(self, requests: Sequence[Request]) -> Survivals:
+    def _survivals(self, requests: Sequence[Request], limits: Sequence[int]) -> Survivals:
         rows = np.array([request.survival or self._prior for request in requests], np.float64)
-        limits = np.array([self._limit(request) for request in requests])
-        rows[np.arange(rows.shape[1]) >= limits[:, None]] = 0.0
+        rows[np.arange(rows.shape[1]) >= np.array(limits)[:, None]] = 0.0
         return rows
 
     def _limit(self, request: Request) -> int:

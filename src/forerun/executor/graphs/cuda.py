@@ -484,13 +484,14 @@ class CudaGraphSteps:
 
         Each padding slot takes one of them. The full width, where no ragged pass is as large.
         """
-        width, needed = batch.num_verify_tokens, batch.num_rows + size - len(batch.slots)
-        if not batch.num_rows:
+        width, shapes = batch.num_verify_tokens, self.shapes[size]
+        if not batch.num_rows and (width, 0) in shapes:
             return PassShape(size, width)
-        enough = (rows for of, rows in self.shapes[size] if of == width and rows >= needed)
-        rows = next(enough, 0)
-        some = self._some_of(size, width, rows)
-        return PassShape(size, width, rows, some if 0 < batch.num_drafting <= some else 0)
+        needed = (batch.num_rows or len(batch.slots) * width) + size - len(batch.slots)
+        enough = (shape for shape in shapes if shape[0] >= width and shape[1] >= needed)
+        wide, rows = next(enough, shapes[-1])
+        some = self._some_of(size, wide, rows)
+        return PassShape(size, wide, rows, some if 0 < batch.num_drafting <= some else 0)
 
     def _padded(self, slots: Sequence[int]) -> tuple[int, ...]:
         """The slots, padded to the next bucket; unchanged if the batch exceeds the largest one."""

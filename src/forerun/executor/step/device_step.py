@@ -325,6 +325,7 @@ class DeviceStep:
         limits = self.tables.max_drafts
         if self.estimator is not None:
             survival = self.estimator.survival(slots, limits, draft.confidence)
+            survival = survival[:, : shape.num_verify_tokens - 1]
         else:
             takes = (limits[slots] > 0).float().unsqueeze(1)
             survival = takes.expand(draft.tokens.shape).contiguous()

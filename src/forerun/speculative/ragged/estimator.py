@@ -19,10 +19,11 @@ Texts change, so an observation loses weight while its position goes untested.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from forerun.core.plan import CONFIDENCE_BINS
 from forerun.kernels.cpu import library
@@ -80,7 +81,7 @@ class StepOutcome:
     slots: Tensor  # [B] int64
     widths: Tensor | int  # [B] int32, tokens verified, 1 … K + 1; or the same of all
     num_committed: Tensor  # [B] int32, 1 … `widths`
-    confidence: Tensor | None = None  # [B, K] float32; None: drafts have none
+    confidence: Tensor | None = None  # [B, K] float32, or of fewer drafts; None: they have none
     limits: Tensor | None = None  # [slots + 1] int32, by slot: drafts that are compared at most
     num_drafting: int | None = None  # the first requests: others have no drafts; None: all
 
@@ -141,11 +142,13 @@ class Estimator:
         Args:
             slots: [B] int64.
             limits: [slots + 1] int32, by slot: drafts that a request takes; 0 in the padding slot.
-            confidence: [B, K] float32; None: drafts have none, or are not made yet.
+            confidence: [B, K] float32, or of the first drafts if a step has fewer; None: drafts
+                have none, or are not made yet.
 
         Returns:
             [B, K] float32, not rising along a row; 0 beyond the limit.
         """
+        confidence = self._of_all(confidence)
         if not use_triton(slots):
             if library.serves_tables(slots):
                 return cpu.survival(self._with_rule, slots, limits, confidence)
@@ -188,9 +191,9 @@ class Estimator:
 
     def update(self, step: StepOutcome) -> None:
         """Learns from a step; may be captured. Deterministic, so all ranks learn the same."""
-        num_drafts, confidence = self.prior.shape[0], step.confidence
+        num_drafts, confidence = self.prior.shape[0], self._of_all(step.confidence)
         if not use_triton(step.slots):
-            return self._update_on_cpu(step)
+            return self._update_on_cpu(replace(step, confidence=confidence))
         _update[(1,)](
             step.slots, step.compared, step.num_committed, confidence,
             self.accepted, self.logit, self.count, self.prior, self.slope, self.counts,
@@ -200,6 +203,13 @@ class Estimator:
             **_CONSTANTS, num_warps=4, **pdl_options(step.slots),
         )  # fmt: skip
         return None
+
+    def _of_all(self, confidence: Tensor | None) -> Tensor | None:
+        """[B, K], where a step has fewer drafts: what is added is of drafts that are not tested."""
+        missing = 0 if confidence is None else self.prior.shape[0] - confidence.shape[1]
+        if confidence is None or not missing:
+            return confidence
+        return pad(confidence, (0, missing), value=0.5)
 
     def _update_on_cpu(self, step: StepOutcome) -> None:
         if not library.serves_tables(step.slots):
