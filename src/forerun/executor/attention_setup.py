@@ -124,7 +124,7 @@ def model_needs(
     )
     trees = _tree_masks(masks) if caps.makes_trees else frozenset()
     phases = (Phase.PREFILL, Phase.DECODE, *([Phase.VERIFY] if caps.num_drafts else []))
-    ragged = config.speculative_ragged_verify
+    ragged = bool(config.speculative_ragged_verify)
     verify = Phase.VERIFY if ragged else None
     models = [ModelNeed(TARGET, layout, need, phases, trees, verify)]
     if caps.draft_kv is not None:

@@ -404,6 +404,7 @@ def _explain(
         "draft": settings.caps.draft_summary,
         "num_verify_tokens": limits.max_verify_tokens,
         "deterministic_inference": settings.fixed_order,
+        "ragged_verify": str(settings.ragged),
         "attention": target.explain(),
         "draft_attention": draft[0].explain() if draft else None,
         "slots": limits.slots,

@@ -17,6 +17,7 @@ from forerun.core.plan import Limits
 from forerun.core.widths import ragged_widths, verify_widths
 from forerun.executor.attention_setup import AttentionSetup, Placement, choose_attention
 from forerun.executor.fixed_order import cpu_has_fixed_order, has_fixed_order
+from forerun.executor.ragged import RaggedChoice, choose_ragged
 from forerun.executor.tensor_parallel import rank_device
 from forerun.kernels.cpu import library
 from forerun.layers.communication import (
@@ -54,6 +55,7 @@ class Settings:
     attention: list[AttentionSetup]  # of the target and, if it has K/V, of the draft
     fixed_order: bool  # of the target's sums: a token's logits depend on those before it alone
     threads: CpuThreads | None  # intra-op threads; None: not a CPU
+    ragged: RaggedChoice
 
     @property
     def window_in_prefill(self) -> bool:
@@ -108,6 +110,8 @@ def resolve(
     if caps.draft_kv is not None:
         caps = replace(caps, draft_kv=caps.draft_kv.with_kv_dtype(draft_kv_dtype))
     _check_draft_settings(config, caps, algorithm)
+    ragged = choose_ragged(config, caps, device)
+    config = replace(config, speculative_ragged_verify=ragged.ragged)
     # On the meta device: its KV layout and attention follow from the config.
     ranks = UnreducedRank(comm.rank, comm.size) if comm.size > 1 else comm
     meta = WeightPlacement(dtype, torch.device("meta"), ranks, ep_size=config.ep_size)
@@ -139,6 +143,7 @@ def resolve(
         attention,
         fixed_order,
         threads,
+        ragged,
     )
 
 
@@ -211,7 +216,6 @@ def _check_draft_settings(
         ):
             if getattr(config, name) is not None:
                 raise ConfigError(f"{name} is set without speculative_algorithm; set it too.")
-    _check_ragged(config, caps)
     if caps.draft_kv is None and not caps.reads_target_kv:
         for name in ("speculative_draft_attention_backend", "speculative_draft_window_size"):
             if getattr(config, name) is not None:
@@ -219,18 +223,6 @@ def _check_draft_settings(
                     f"{name} is set, but {config.speculative_algorithm or 'plain decoding'} has"
                     " no draft attention; drop it."
                 )
-
-
-def _check_ragged(config: EngineConfig, caps: SpecCaps) -> None:
-    if not config.speculative_ragged_verify:
-        return
-    refused = (
-        (caps.num_drafts == 0, "needs drafts; set speculative_algorithm"),
-        (not config.speculative_adaptive, "needs speculative_adaptive; turn it on"),
-    )
-    for wrong, why in refused:
-        if wrong:
-            raise ConfigError(f"speculative_ragged_verify {why}.")
 
 
 def _with_windows(
@@ -304,6 +296,6 @@ def _limits(
         max_pending_observe=(
             min(caps.num_verify_tokens, MAX_PENDING_OBSERVE) if caps.deferred_observe else 0
         ),
-        ragged=config.speculative_ragged_verify,
+        ragged=bool(config.speculative_ragged_verify),
         cuts_drafts=caps.flexible and not caps.makes_trees,
     )

@@ -1,0 +1,69 @@
+"""Whether steps are ragged where nothing is set, and what is said about it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from forerun.attention.capabilities import Mask
+from forerun.config.engine_config import EngineConfig
+from forerun.core.errors import ConfigError
+from forerun.executor import ragged
+from forerun.executor.ragged import choose_ragged
+from forerun.scheduler.adaptive_width import AdaptiveWidth
+from forerun.scheduler.ragged_width import RaggedWidth
+from forerun.speculative.base import SpecCaps
+from tests.golden_engine import golden_llm
+
+CPU = torch.device("cpu")
+CHAINS = SpecCaps(num_drafts=7, observes_packed=True)
+
+
+def config(**values: Any) -> EngineConfig:
+    return EngineConfig.of({"model_path": "m", "speculative_algorithm": "DFLASH", **values}, {})
+
+
+@pytest.mark.parametrize("default", [False, True])
+def test_one_table_decides(default: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ragged.DEFAULTS, "cpu", (default, "so it was measured"))
+    with golden_llm("DFLASH", speculative_adaptive=True) as llm:
+        assert llm.explain()["ragged_verify"] == f"{'on' if default else 'off'}: so it was measured"
+        assert llm.engine.limits.ragged is default
+        policy = RaggedWidth if default else AdaptiveWidth
+        assert type(llm.engine.scheduler.widths) is policy
+
+
+def test_what_is_set_is_followed() -> None:
+    for wanted in (True, False):
+        got = choose_ragged(config(speculative_ragged_verify=wanted), CHAINS, CPU)
+        assert got.ragged is wanted and "is set" in str(got)
+
+
+@pytest.mark.parametrize(
+    ("values", "caps", "why"),
+    [
+        ({}, SpecCaps(num_drafts=0), "needs drafts"),
+        ({"speculative_adaptive": False}, CHAINS, "needs speculative_adaptive"),
+        ({}, SpecCaps(num_drafts=7, verify_mask=Mask.CUSTOM), "trees evenly"),
+        ({"attention_backend": "fa3"}, CHAINS, "fa3 was named"),
+        ({"decode_attention_backend": "flashinfer"}, CHAINS, "flashinfer was named"),
+        ({"speculative_draft_attention_backend": "fa3"}, CHAINS, "fa3 was named"),
+    ],
+)
+def test_where_it_cannot_be_it_is_off(
+    values: dict[str, Any], caps: SpecCaps, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ragged.DEFAULTS, "cpu", (True, "it is fast"))
+    got = choose_ragged(config(**values), caps, CPU)
+    assert not got.ragged and why in got.reason
+    others = SpecCaps(num_drafts=7)  # its draft sees W tokens of every request
+    drafted = {"speculative_draft_attention_backend": "fa3"}
+    assert choose_ragged(config(**drafted), others, CPU).ragged
+
+
+def test_what_forbids_it_is_named() -> None:
+    asked = config(speculative_ragged_verify=True, speculative_adaptive=False)
+    with pytest.raises(ConfigError, match="speculative_ragged_verify needs speculative_adaptive"):
+        choose_ragged(asked, CHAINS, CPU)
