@@ -12,9 +12,10 @@ from torch import Tensor
 
 from forerun.core.executor import ExecutorInfo
 from forerun.core.request import Request
+from forerun.core.widths import captured_width
 from forerun.engine import engine
 from forerun.executor.step import device_step
-from forerun.scheduler.adaptive_width import WidthPolicy
+from forerun.scheduler.adaptive_width import WidthChoice, WidthPolicy
 from forerun.speculative.ragged.allocate import allocate
 
 SETTINGS: dict[str, Any] = {"speculative_adaptive": True, "speculative_ragged_verify": True}
@@ -23,8 +24,10 @@ SETTINGS: dict[str, Any] = {"speculative_adaptive": True, "speculative_ragged_ve
 class RandomWidths(WidthPolicy):
     """Every mean width that the requests allow, in random order, with drafts for some of them."""
 
-    def __init__(self, widths: Sequence[float], drafts_for_some: bool) -> None:
+    def __init__(self, widths: Sequence[float], drafts_for_some: bool, cuts: Sequence[int]) -> None:
+        """`cuts`: W that a step may draft for; none: it follows from the width."""
         super().__init__(widths)
+        self._cuts = cuts
         self._random, self._count = random.Random(len(widths)), 0
         self._drafts_for_some = drafts_for_some
 
@@ -32,11 +35,15 @@ class RandomWidths(WidthPolicy):
         self._count = len(requests)
         return self._random.choice(self.widths[: max_index + 1])
 
-    def _drafting(self, width: float) -> tuple[int, ...] | None:
+    def _choice(self, width: float) -> WidthChoice:
         count = self._random.randint(1, self._count) if self._count else 0
         if width == 1 or not self._drafts_for_some or count == self._count:
-            return None
-        return tuple(self._random.sample(range(self._count), count))
+            return WidthChoice(width, most=self._most(width) if width > 1 else None)
+        return WidthChoice(width, tuple(self._random.sample(range(self._count), count)))
+
+    def _most(self, width: float) -> int | None:
+        least = captured_width(width, self._count, self.max_drafts + 1)
+        return self._random.choice([None, *(cut for cut in self._cuts if cut >= least)])
 
 
 class RandomDivision:
@@ -69,6 +76,7 @@ def choose_at_random(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tokens of a step; the step itself divides them as in service."""
 
     def policy(info: ExecutorInfo) -> RandomWidths:
-        return RandomWidths(info.verify_widths, info.draft_costs is not None)
+        costs = info.draft_costs
+        return RandomWidths(info.verify_widths, costs is not None, list(costs or ()))
 
     monkeypatch.setattr(engine, "_width_policy", policy)

@@ -167,7 +167,7 @@ def cell(load: Load, batch: int, steps: int = 1200, costs: Costs | None = None) 
 
     sizes = [1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 224, 256]
     single = AdaptiveWidth(singles, {b: [step(w, b) for w in singles] for b in sizes})
-    drafting = {size: costs.drafting(size) / 1000 for size in sizes}
+    drafting = {full: {size: costs.drafting(size) / 1000 for size in sizes}}
     table = {b: [step(w, b) for w in mixed] for b in sizes}
     ragged = RaggedWidth(mixed, table, drafting, parts=2)  # as captured steps
 

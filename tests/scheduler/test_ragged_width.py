@@ -14,7 +14,9 @@ from tests.scheduler.simulated_load import MIXES, Load, cell
 WIDTHS = ragged_widths(8)
 # Verified tokens cost in proportion, drafts too.
 COSTS = {b: [1.0 + 0.01 * b * (w + (w > 1)) for w in WIDTHS] for b in (1, 4, 16, 64)}
-DRAFTING = {b: 0.01 * b for b in (1, 4, 16, 64)}
+DRAFTING = {8: {b: 0.01 * b for b in (1, 4, 16, 64)}}
+# The same where a step may draft for fewer tokens of a request.
+CUT = {w: {b: 0.01 * b * w / 8 for b in (1, 4, 16, 64)} for w in (2, 4, 8)}
 EASY, HARD = [0.95**k for k in range(1, 8)], [0.05**k for k in range(1, 8)]
 
 
@@ -81,6 +83,32 @@ def test_costs_of_steps_that_draft_for_some_are_not_those_of_steps_that_draft_fo
     for _ in range(50):
         policy.record_step_time(64, WidthChoice(4, tuple(range(16))), COSTS[64][at] - 0.48)
     assert policy.costs[64][at] == pytest.approx(COSTS[64][at])
+
+
+def test_drafts_that_promise_nothing_are_not_made() -> None:
+    """Of a request: all the others of its block cost too."""
+    policy = RaggedWidth(WIDTHS, COSTS, CUT)
+    requests = [request() for _ in range(16)]
+    first_only = [0.95, *[0.01] * 6]
+    policy.record_survivals(requests, [first_only] * 17)
+    choice = policy.choose(requests)
+    assert (choice.width, choice.most) == (2, 2)  # a uniform pass
+    policy.record_survivals(requests, [*([EASY] + [first_only] * 3) * 4, HARD])
+    wide = policy.choose(requests)
+    assert wide.width > 2 and wide.most == 8
+    whole = RaggedWidth(WIDTHS, COSTS, {8: CUT[8]})
+    whole.record_survivals(requests, [first_only] * 17)
+    assert whole.choose(requests).most is None
+    assert policy._budgets[1] == whole._budgets[1]
+
+
+def test_costs_of_steps_with_fewer_drafts_are_not_those_of_steps_with_all() -> None:
+    policy = RaggedWidth(WIDTHS, COSTS, CUT)
+    at = WIDTHS.index(2)
+    for _ in range(50):  # the measured step drafts for all 8 tokens
+        saved = CUT[8][16] - CUT[2][16]
+        policy.record_step_time(16, WidthChoice(2, most=2), COSTS[16][at] - saved)
+    assert policy.costs[16][at] == pytest.approx(COSTS[16][at])
 
 
 def test_drafts_are_explored_while_none_pays() -> None:

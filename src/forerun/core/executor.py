@@ -24,8 +24,9 @@ class ExecutorInfo:
     verify_widths: tuple[int | float, ...]  # tokens per request that a step may verify, in the mean
     # Seconds of a decode step by batch size, one for every width; None: fixed width.
     step_costs: dict[int, list[float]] | None = None
-    # Of these, seconds of the drafts by number of requests; None: a step drafts for all or none.
-    draft_costs: dict[int, float] | None = None
+    # Of these, seconds of the drafts, by each W that a step can draft for and by the number of
+    # requests; None: a step drafts for all or none.
+    draft_costs: dict[int, dict[int, float]] | None = None
     drafting_parts: int = 1  # of a batch, that a step can draft for; whole batches if small
     num_window_pages: int | None = None  # the same of windowed pools; None: there are none
     # Prompt tokens attend to windowed pools; False: only decode steps do.

@@ -13,7 +13,7 @@ from forerun.core.grammar import Grammar
 from forerun.core.logprobs import LogprobParams, TokenLogprobs
 from forerun.core.pooling import Pooling
 from forerun.core.sampling_params import LogitParams
-from forerun.core.widths import captured_width, verify_widths
+from forerun.core.widths import captured_width, drafting_width, verify_widths
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +33,12 @@ class Limits:
 
     cuts_drafts: bool = False  # a step may make fewer than K drafts, for all of its requests
 
-    def verify_shape(self, requests: int, width: float) -> tuple[int, int]:
+    def verify_shape(self, requests: int, width: float, most: int | None = None) -> tuple[int, int]:
         """W and N of a step that verifies `width` tokens of each request, in the mean.
 
         N is 0 where every request has W. A ragged pass is one between plain and full width. Its W
-        is no larger than what one request can get, if all others get one token: the rest of the
-        drafts would be made for nothing.
+        is no larger than what one request can get, if all others get one token (the rest of the
+        drafts would be made for nothing), or it is `most`.
         """
         full = self.max_verify_tokens
         if not self.ragged or width == 1:
@@ -47,8 +47,7 @@ class Limits:
         if width == full:
             return full, 0
         rows = int(requests * width)
-        most = 1 + rows - requests
-        wide = next((w for w in verify_widths(full, self.cuts_drafts) if w >= most), full)
+        wide = most or drafting_width(rows, requests, verify_widths(full, self.cuts_drafts))
         return wide, 0 if rows == requests * wide else rows
 
     def pages(self, tokens: int) -> int:

@@ -5,6 +5,7 @@ torch.
 from __future__ import annotations
 
 import bisect
+from collections.abc import Sequence
 
 FINE_TOKENS = 64  # of a pass: from so many on they cost time, and passes are closer to each other
 DRAFTING_BATCH = 32  # requests: smaller batches draft for all or none
@@ -34,3 +35,11 @@ def captured_width(width: float, batch_size: int, full: int) -> float:
         if is_power or wider == full or wider * batch_size >= FINE_TOKENS:
             return wider
     raise ValueError(f"no step verifies {width} tokens per request; the largest is {full}")
+
+
+def drafting_width(tokens: int, requests: int, widths: Sequence[int]) -> int:
+    """The smallest of `widths` that has room for what one request can get of so many tokens.
+
+    That is all that is left, when every other request has one. Else the largest of `widths`.
+    """
+    return next((width for width in widths if width > tokens - requests), widths[-1])

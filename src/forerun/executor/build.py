@@ -352,7 +352,7 @@ class _Builder:
             slowest = self.agreement.slowest
             return measure_step_costs(executor, settings.widths, largest, slowest)
 
-    def _draft_costs(self, executor: DeviceExecutor) -> dict[int, float] | None:
+    def _draft_costs(self, executor: DeviceExecutor) -> dict[int, dict[int, float]] | None:
         settings = self.settings
         if not settings.limits.ragged:
             return None

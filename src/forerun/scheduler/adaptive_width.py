@@ -50,6 +50,8 @@ class WidthChoice(NamedTuple):
     width: float  # tokens per request, in the mean
     # Indices of the requests that it drafts for; None: all of them, if the width is over 1.
     drafting: tuple[int, ...] | None = None
+    # Most tokens of one request, for which drafts are made; None: as `Limits.verify_shape` says.
+    most: int | None = None
 
 
 class Offer(NamedTuple):
@@ -94,7 +96,7 @@ class WidthPolicy(ABC):
         at = bisect.bisect_left(self.widths, wanted)
         width = self._choose(requests, at) if wanted > 1 else 1
         self.chosen[width] += 1
-        return WidthChoice(width, self._drafting(width))
+        return self._choice(width)
 
     @property
     def max_drafts(self) -> int:
@@ -105,9 +107,9 @@ class WidthPolicy(ABC):
     def _choose(self, requests: Sequence[Request], max_index: int) -> float:
         """One of `self.widths[: max_index + 1]`."""
 
-    def _drafting(self, width: float) -> tuple[int, ...] | None:
-        """Which of these requests draft in a step of this width, if not all of them."""
-        return None
+    def _choice(self, width: float) -> WidthChoice:
+        """For which requests, and how many tokens of each, a step of this width drafts."""
+        return WidthChoice(width)
 
     def record_outcomes(self, outcomes: Sequence[VerifyOutcome]) -> None:
         """The acceptance of one step."""
@@ -231,9 +233,6 @@ class ThroughputPolicy(WidthPolicy):
         return self.costs.as_dict()
 
     def record_step_time(self, batch_size: int, choice: WidthChoice, seconds: float) -> None:
-        if choice.drafting is not None and choice.width > 1:  # as if it had drafted for all
-            saved = self.costs.drafting(batch_size) - self.costs.drafting(len(choice.drafting))
-            seconds += saved
         self.costs.record(batch_size, choice.width, seconds)
 
     def _compare_with_plain(self, outcomes: Sequence[VerifyOutcome], width: float) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from forerun.core.request import Request
-from forerun.core.widths import captured_width
-from forerun.scheduler.adaptive_width import Offer, ThroughputPolicy, VerifyOutcome
+from forerun.core.widths import captured_width, drafting_width
+from forerun.scheduler.adaptive_width import Offer, ThroughputPolicy, VerifyOutcome, WidthChoice
 from forerun.scheduler.step_costs import StepCosts
 from forerun.scheduler.verify_budget import BatchTimes, Budget, Survivals, budgets, drafting_options
 
@@ -28,14 +28,16 @@ class RaggedWidth(ThroughputPolicy):
         self,
         widths: Sequence[float],
         costs: Mapping[int, Sequence[float]],
-        drafting: Mapping[int, float] | None = None,
+        drafting: Mapping[int, Mapping[int, float]] | None = None,
         parts: int = 8,
     ) -> None:
         """
         Args:
             widths: tokens per request, in the mean; the first is 1.
             costs: seconds of a step by batch size, one for every width.
-            drafting: seconds of drafts alone by number of requests, if a step can draft for some.
+            drafting: seconds of drafts alone, if a step can draft for some of its requests: by the
+                tokens of a request that they are made for, the last one included, and by the number
+                of requests.
             parts: of a batch, that a step can draft for.
         """
         super().__init__(widths, StepCosts(widths, costs, drafting))
@@ -59,9 +61,7 @@ class RaggedWidth(ThroughputPolicy):
         limits = [self._limit(request) for request in requests]
         given = list(requests), limits, self._tellings
         if given != self._of:
-            indices = [i for i, w in enumerate(self.widths) if captured_width(w, batch, full) == w]
-            found = budgets(self._survivals(requests, limits), self._times(batch, indices))
-            self._budgets = {self.widths[i]: each for i, each in zip(indices, found, strict=True)}
+            self._budgets = self._best_budgets(self._survivals(requests, limits))
             self._of = given
         # The pass of the next width serves, where the limit's own is not captured.
         most = captured_width(self.widths[max_index], batch, full)
@@ -71,11 +71,35 @@ class RaggedWidth(ThroughputPolicy):
             if width <= most
         ]
 
-    def _drafting(self, width: float) -> tuple[int, ...] | None:
+    def _choice(self, width: float) -> WidthChoice:
         budget = self._budgets.get(width)
-        if budget is None or budget.drafting in (0, len(budget.order)):
-            return None
-        return budget.order[: budget.drafting]
+        if budget is None or width == 1:
+            return WidthChoice(width)
+        some = 0 < budget.drafting < len(budget.order)
+        drafting = budget.order[: budget.drafting] if some else None
+        return WidthChoice(width, drafting, budget.most if self._cuts_drafts else None)
+
+    @property
+    def _cuts_drafts(self) -> bool:
+        """Whether steps can draft for fewer tokens of a request than for the full width."""
+        return len(self.costs.drafting_widths) > 1
+
+    def _best_budgets(self, survival: Survivals) -> dict[float, Budget]:
+        """The best step of each width for a batch, with as many drafts of a request as pay."""
+        batch, full, best = len(survival), self.max_drafts + 1, dict[float, Budget]()
+        widths = [w for w in self.widths if captured_width(w, batch, full) == w]
+        for most in self.costs.drafting_widths or [full]:
+            fitting = [w for w in widths if w <= most <= self._most(batch, w) or w == 1]
+            found = budgets(survival[:, : most - 1], self._times(fitting, batch, most))
+            for width, each in zip(fitting, found, strict=True):
+                if width not in best or each.throughput > best[width].throughput:
+                    best[width] = each
+        return dict(sorted(best.items()))
+
+    def _most(self, batch: int, width: float) -> int:
+        """W of the measured step of this width."""
+        known = self.costs.drafting_widths or [self.max_drafts + 1]
+        return drafting_width(int(width * batch), batch, known)
 
     def _survivals(self, requests: Sequence[Request], limits: Sequence[int]) -> Survivals:
         rows = np.array([request.survival or self._prior for request in requests], np.float64)
@@ -88,18 +112,20 @@ class RaggedWidth(ThroughputPolicy):
         left = params.max_new_tokens - len(request.output) - len(request.pending)
         return min(params.draft_limit(self.max_drafts), max(left - 1, 0))
 
-    def _times(self, batch: int, indices: Sequence[int]) -> BatchTimes:
-        """The steps of these widths."""
+    def _times(self, widths: Sequence[float], batch: int, most: int) -> BatchTimes:
+        """The steps of these widths, with drafts for `most` tokens of a request."""
         costs, draft = self.costs[batch], self.costs.drafting
         options = [batch]
         if self.costs.drafts_apart:
             options = drafting_options(batch, self._parts)
-        apart = draft(batch)
+        measured = [
+            costs[self.widths.index(w)] - draft(batch, self._most(batch, w)) for w in widths
+        ]
         return BatchTimes(
-            tokens=[int(self.widths[i] * batch) for i in indices],
-            verify=[costs[0], *(max(costs[i] - apart, costs[0]) for i in indices[1:])],
+            tokens=[int(width * batch) for width in widths],
+            verify=[costs[0], *(max(each, costs[0]) for each in measured[1:])],
             drafting=options,
-            draft=[draft(number) for number in options],
+            draft=[draft(number, most) for number in options],
         )
 
     def _is_new(self, request: Request) -> bool:
@@ -114,6 +140,14 @@ class RaggedWidth(ThroughputPolicy):
             "draft_costs": self.costs.drafting_as_dict(),
             "survival": list(self._prior),
         }
+
+    def record_step_time(self, batch_size: int, choice: WidthChoice, seconds: float) -> None:
+        if choice.width > 1:  # as if it had drafted as the measured step does
+            measured = self._most(batch_size, choice.width)
+            number = batch_size if choice.drafting is None else len(choice.drafting)
+            draft = self.costs.drafting
+            seconds += draft(batch_size, measured) - draft(number, choice.most or measured)
+        super().record_step_time(batch_size, choice, seconds)
 
     def record_outcomes(self, outcomes: Sequence[VerifyOutcome]) -> None:
         tokens = sum(1 + each.num_drafts for each in outcomes)

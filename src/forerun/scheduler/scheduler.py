@@ -339,7 +339,8 @@ class Scheduler:
     def _choose_width(self, step: ScheduledStep) -> None:
         if step.decode:
             step.choice = self.widths.choose(step.decode)
-            shape = self.limits.verify_shape(len(step.decode), step.choice.width)
+            choice = step.choice
+            shape = self.limits.verify_shape(len(step.decode), choice.width, choice.most)
             step.plan.num_verify_tokens, step.plan.num_rows = shape
             self._plan_drafting(step)
         for request in step.decode:
@@ -351,7 +352,7 @@ class Scheduler:
         """Puts the requests that draft first, if that is for some only."""
         drafting = step.choice.drafting
         if drafting is None or not step.plan.num_rows:
-            step.choice = WidthChoice(step.choice.width)
+            step.choice = step.choice._replace(drafting=None)
             return
         others = set(range(len(step.decode))).difference(drafting)
         order = [*drafting, *sorted(others)]

@@ -17,19 +17,19 @@ class StepCosts:
         self,
         widths: Sequence[float],
         measured: Mapping[int, Sequence[float]],
-        drafting: Mapping[int, float] | None = None,
+        drafting: Mapping[int, Mapping[int, float]] | None = None,
     ) -> None:
         """
         Args:
             widths: tokens verified per request, ascending; the first is 1.
             measured: seconds of a step by batch size, one for every width.
-            drafting: of these, the seconds that drafts take, by the number of requests that they
-                are made for; None: they are made for all.
+            drafting: of these, the seconds that drafts take, by their number for a request + 1, and
+                by the number of requests that they are made for; None: they are made for all.
         """
         self._widths = tuple(widths)
         self._batch_sizes = sorted(measured)
         self._costs = [self._bounded(measured[size]) for size in self._batch_sizes]
-        self._drafting = sorted((drafting or {}).items())
+        self._drafting = {w: sorted(of.items()) for w, of in sorted((drafting or {}).items())}
         # (index into the batch sizes, width) -> whether the last step there was an outlier
         self._slow: dict[tuple[int, float], bool] = {}
 
@@ -54,12 +54,20 @@ class StepCosts:
         """Whether a step can draft for some of its requests only."""
         return bool(self._drafting)
 
-    def drafting(self, num_requests: int) -> float:
-        """Seconds that drafts for so many requests take; 0 where that is not known."""
-        known = self._drafting
-        at = bisect.bisect_left(known, (num_requests, 0.0))
+    @property
+    def drafting_widths(self) -> list[int]:
+        """For how many tokens of a request, the last one included, a step can draft; ascending."""
+        return list(self._drafting)
+
+    def drafting(self, num_requests: int, width: int) -> float:
+        """Seconds that drafts for so many requests take; 0 where that is not known.
+
+        `width`: one of `drafting_widths`.
+        """
+        known = self._drafting.get(width)
         if not known or num_requests == 0:
             return 0.0
+        at = bisect.bisect_left(known, (num_requests, 0.0))
         if at == len(known):
             return known[-1][1] * num_requests / known[-1][0]
         if at == 0 or known[at][0] == num_requests:
@@ -72,9 +80,9 @@ class StepCosts:
         rows = (dict(zip(self._widths, costs, strict=True)) for costs in self._costs)
         return dict(zip(self._batch_sizes, rows, strict=True))
 
-    def drafting_as_dict(self) -> dict[int, float]:
-        """Seconds of drafts by the number of requests."""
-        return dict(self._drafting)
+    def drafting_as_dict(self) -> dict[int, dict[int, float]]:
+        """Seconds of drafts by their number for a request + 1, and by the number of requests."""
+        return {width: dict(known) for width, known in self._drafting.items()}
 
     def record(self, batch_size: int, width: float, seconds: float) -> None:
         """Corrects the table by the time of one step."""

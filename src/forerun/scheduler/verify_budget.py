@@ -50,6 +50,7 @@ class Budget:
     order: tuple[int, ...]
     expected: float  # tokens that it commits
     seconds: float
+    most: int  # W: tokens of one request, for which drafts are made
 
     @property
     def throughput(self) -> float:
@@ -72,7 +73,7 @@ def budgets(survival: Survivals, times: BatchTimes) -> list[Budget]:
         times: of a batch of B requests.
     """
     batch, num_drafts = survival.shape
-    plain = Budget(times.tokens[0], 0, tuple(range(batch)), float(batch), times.verify[0])
+    plain = Budget(times.tokens[0], 0, tuple(range(batch)), float(batch), times.verify[0], 1)
     verify, wanted = np.asarray(times.verify[1:]), np.asarray(times.tokens[1:]) - batch
     best: list[Budget | None] = [None] * len(wanted)
     for drafting, seconds, order in _candidates(survival, times) if len(wanted) else ():
@@ -80,7 +81,8 @@ def budgets(survival: Survivals, times: BatchTimes) -> list[Budget]:
         expected = batch + gains[np.minimum(wanted, drafting * num_drafts) - 1]
         own = tuple(order.tolist())
         for i, (tokens, time) in enumerate(zip(expected.tolist(), verify + seconds, strict=True)):
-            found, known = Budget(times.tokens[1 + i], drafting, own, tokens, float(time)), best[i]
+            total, known = times.tokens[1 + i], best[i]
+            found = Budget(total, drafting, own, tokens, float(time), 1 + num_drafts)
             if known is None or found.throughput > known.throughput:
                 best[i] = found
     return [plain, *(each for each in best if each is not None)]

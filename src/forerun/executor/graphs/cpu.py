@@ -8,6 +8,7 @@ size, W and sampling operations, when it is first used. Recording takes about as
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib import import_module
 
@@ -66,7 +67,7 @@ class CpuGraphSteps:
         self._kv_len_ub = kv_len_ub
         self._eager = EagerSteps(step)
         self.drafts_for_some = self._eager.drafts_for_some
-        self.repeatable = self._eager.repeatable
+        self.cuts_drafts = self._eager.cuts_drafts
         self.recorded: dict[_Key, _Recorded | None] = {}  # None: runs eagerly
         self.observes: dict[int, _RecordedObserve | None] = {}  # by batch size
 
@@ -80,6 +81,13 @@ class CpuGraphSteps:
 
     def measured_batches(self, largest: int) -> list[int]:
         return self._eager.measured_batches(largest)
+
+    def repeatable(self, run: Callable[[], object]) -> Callable[[], None]:
+        try:
+            graph, _ = CpuGraph.record(run)
+        except NotRecordable:
+            return self._eager.repeatable(run)
+        return graph.replay
 
     def decode(self, batch: DecodeBatch) -> DecodeOutput:
         if not self._records(batch):

@@ -109,6 +109,7 @@ class CudaGraphSteps:
 
     captured = True
     drafting_parts = 2
+    cuts_drafts = False  # each W and N would be a graph
 
     def __init__(
         self,

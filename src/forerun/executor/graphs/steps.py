@@ -66,6 +66,7 @@ class StepExecutor(Protocol):
     captured: bool  # steps are graphs, captured at start
     drafts_for_some: bool  # whether `DecodeBatch.num_drafting` may be set
     drafting_parts: int  # and then to multiples of such a part of the batch
+    cuts_drafts: bool  # whether W of a ragged pass may be less than that of `Limits.verify_shape`
 
     def measured_batches(self, largest: int) -> list[int]:
         """Batch sizes up to `largest` at which step costs are measured."""
@@ -94,6 +95,7 @@ class EagerSteps:
         # Backends that plan on the host would need a second plan.
         able = step.captures_drafts and not step.caps.makes_trees
         self.drafts_for_some = able and step.plan_buffers(1) is None
+        self.cuts_drafts = step.caps.flexible and self.drafts_for_some
         # By (batch size, W), W = 0 for deferred observes. None: no backend plans on the host.
         self._buffers: dict[tuple[int, int], StepBuffers | None] = {}
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from forerun.attention.base import HostBatch
+from forerun.core.widths import verify_widths
 from forerun.executor.device_executor import DeviceExecutor
 from forerun.executor.graphs.steps import DecodeBatch
 from forerun.executor.step.device_step import DeviceStep
@@ -89,31 +90,43 @@ def _cost(
 @torch.inference_mode()
 def measure_draft_costs(
     executor: DeviceExecutor, largest: int, slowest: Callable[[float], float] = float
-) -> dict[int, float] | None:
-    """Seconds of drafts by number of requests; None: a step drafts for all of them or none.
+) -> dict[int, dict[int, float]] | None:
+    """Seconds of drafts by W and number of requests; None: a step drafts for all of them or none.
 
-    `slowest`: as in `measure_step_costs`.
+    Of the full W only, if steps cannot draft for less. Stops where time runs out, but not before
+    that of one request is known. `slowest`: as in `measure_step_costs`.
     """
-    step, caps, steps = executor.step, executor.step.caps, executor.steps
+    step, steps, begin = executor.step, executor.steps, time.monotonic()
     if not steps.drafts_for_some:
         return None
-    shape = StepShape(caps.num_verify_tokens, 1 + caps.kv_reserve, SamplingFlags())
-    costs, padding = {}, executor.tables.padding_slot
+    widths = verify_widths(step.caps.num_verify_tokens, steps.cuts_drafts)[1:]
+    costs: dict[int, dict[int, float]] = {width: {} for width in widths}
     with step.dummy_steps():
         for count in steps.measured_batches(largest):
-            slots = executor.tables.upload([padding] * count, torch.int64)
-            drafts = steps.repeatable(partial(_propose, step, slots, shape))
-
-            def seconds(drafts: Callable[[], None] = drafts) -> float:
-                _wait(executor)
-                begin = time.monotonic()
-                drafts()
-                _wait(executor)
-                return slowest(time.monotonic() - begin)
-
-            seconds()  # warm-up
-            costs[count] = shortest(seconds, EAGER)
+            for width in widths:
+                costs[width][count] = _draft_cost(executor, count, width, slowest)
+            if steps.cuts_drafts and slowest(time.monotonic() - begin) > EAGER.seconds:
+                break
     return costs
+
+
+def _draft_cost(
+    executor: DeviceExecutor, count: int, width: int, slowest: Callable[[float], float]
+) -> float:
+    step, tables = executor.step, executor.tables
+    shape = StepShape(width, 1 + step.caps.kv_reserve, SamplingFlags())
+    slots = tables.upload([tables.padding_slot] * count, torch.int64)
+    drafts = executor.steps.repeatable(partial(_propose, step, slots, shape))
+
+    def seconds() -> float:
+        _wait(executor)
+        begin = time.monotonic()
+        drafts()
+        _wait(executor)
+        return slowest(time.monotonic() - begin)
+
+    seconds()  # warm-up
+    return shortest(seconds, EAGER)
 
 
 def _propose(step: DeviceStep, slots: Tensor, shape: StepShape) -> Draft:
