@@ -27,6 +27,7 @@ from forerun.core.plan import (
 from forerun.core.pooling import Pooling
 from forerun.core.profile import ProfileParams
 from forerun.core.tokens import INVALID_TOKEN
+from forerun.core.widths import DRAFTING_BATCH
 from forerun.executor.graphs.steps import DecodeBatch, DeferredBatch, EagerSteps, StepExecutor
 from forerun.executor.layout_check import RowLayoutCheck, warning
 from forerun.executor.profiling.recorder import StepRecorder
@@ -136,7 +137,7 @@ class DeviceExecutor:
                 )
                 self.step.track_states(plan.tracked)
                 confidences, layout_counts = self._due_confidences(), self._due_layout_counts()
-                survivals = self._due_survivals(batch.slots)
+                survivals = self._due_survivals(batch.slots, batch.num_verify_tokens > 1)
             timer = self.step.timer
             timestamps = timer.take() if timer is not None and plan.decode else None
             first = pooled = None
@@ -380,10 +381,15 @@ class DeviceExecutor:
             return None
         return self._copy(all_counts(table, estimator))
 
-    def _due_survivals(self, slots: Sequence[int]) -> Tensor | None:
-        """[B + 1, K] float32, of `StepResult.survivals`; not in every step, as copies take time."""
+    def _due_survivals(self, slots: Sequence[int], drafted: bool) -> Tensor | None:
+        """[B + 1, K] float32, of `StepResult.survivals`; not in every step, as copies take time.
+
+        On a CPU they are there, so that a step with drafts tells at once what it has shown, unless
+        the batch is so large that looking for the best step takes long.
+        """
         estimator, tables = self.step.estimator, self.tables
-        if estimator is None or self._decode_steps % SURVIVAL_STEPS:
+        told = drafted and tables.device.type == "cpu" and len(slots) < DRAFTING_BATCH
+        if estimator is None or (self._decode_steps % SURVIVAL_STEPS and not told):
             return None
         survival = estimator.survival(tables.upload(slots, torch.int64), tables.max_drafts)
         unknown = estimator.prior.cumprod(0).unsqueeze(0)

@@ -90,6 +90,8 @@ class RaggedWidth(ThroughputPolicy):
         widths = [w for w in self.widths if captured_width(w, batch, full) == w]
         for most in self.costs.drafting_widths or [full]:
             fitting = [w for w in widths if w <= most <= self._most(batch, w) or w == 1]
+            if len(fitting) == 1 and best:
+                continue  # plain decoding alone
             found = budgets(survival[:, : most - 1], self._times(fitting, batch, most))
             for width, each in zip(fitting, found, strict=True):
                 if width not in best or each.throughput > best[width].throughput:
@@ -116,7 +118,7 @@ class RaggedWidth(ThroughputPolicy):
         """The steps of these widths, with drafts for `most` tokens of a request."""
         costs, draft = self.costs[batch], self.costs.drafting
         options = [batch]
-        if self.costs.drafts_apart:
+        if self.costs.drafts_apart and most > self.max_drafts:
             options = drafting_options(batch, self._parts)
         measured = [
             costs[self.widths.index(w)] - draft(batch, self._most(batch, w)) for w in widths

@@ -99,12 +99,12 @@ def _candidates(
 ) -> list[tuple[int, float, NDArray[np.int64]]]:
     """Each number of drafting requests, its seconds, and the requests in an order."""
     batch = len(survival)
+    if times.drafting[0] >= batch:
+        return [(times.drafting[0], times.draft[0], np.arange(batch))]
     above = np.maximum(survival[None] - np.asarray(PRICES)[:, None, None], 0.0)
     # [prices, B]; of requests with nothing above a price, those with more below it go first.
     values = above.sum(-1) + 1e-9 * survival.sum(-1)
     orders = np.argsort(-values, axis=1, kind="stable")
-    if times.drafting[0] >= batch:
-        return [(times.drafting[0], times.draft[0], orders[0])]
     # At each price, what the requests of an order add; a price is right where they add most.
     counts = np.take_along_axis((above > 0).sum(-1), orders, 1).cumsum(1)
     added = np.take_along_axis(values, orders, 1).cumsum(1)
