@@ -10,12 +10,12 @@ import pytest
 
 from forerun.core.request import Request
 from forerun.core.sampling_params import SamplingParams
+from forerun.core.widths import verify_widths
 from forerun.scheduler.adaptive_width import (
     AdaptiveWidth,
     FixedWidth,
     VerifyOutcome,
     WidthChoice,
-    verify_widths,
 )
 
 WIDTHS = (1, 4, 8, 16)

@@ -27,6 +27,7 @@ from forerun.layers.communication import (
     WeightPlacement,
 )
 from forerun.layers.moe import check_has_experts
+from forerun.models.base import CausalLM
 from forerun.models.formats.gguf import keeps_codes
 from forerun.models.registry import TRANSFORMERS, target_class, target_config
 from forerun.models.stop_ids import StopIds, stop_ids, tokenizer_folder
@@ -126,9 +127,7 @@ def resolve(
         fixed_order = cpu_has_fixed_order(config, attention[0])
     limits = _limits(config, target, caps, attention, device, overlap_depth)
     attention, limits = _with_windows(attention, limits, max(0, caps.prefix_lookahead - 1))
-    threads = None
-    if device.type == "cpu":
-        threads = CpuThreads.choose(sum(weight.nbytes for weight in model.weights().values()))
+    threads = _threads(model, device)
     tokenizer = None if config.skip_tokenizer_init else tokenizer_folder(config, model_path)
     stops = stop_ids(model_path, tokenizer, target.vocab_size)
     return Settings(
@@ -145,6 +144,12 @@ def resolve(
         threads,
         ragged,
     )
+
+
+def _threads(model: CausalLM, device: torch.device) -> CpuThreads | None:
+    if device.type != "cpu":
+        return None
+    return CpuThreads.choose(sum(weight.nbytes for weight in model.weights().values()))
 
 
 def _with_transformers(config: EngineConfig, model_path: Path) -> EngineConfig:

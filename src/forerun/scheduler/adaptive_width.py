@@ -108,7 +108,7 @@ class WidthPolicy(ABC):
         """One of `self.widths[: max_index + 1]`."""
 
     def _choice(self, width: float) -> WidthChoice:
-        """For which requests, and how many tokens of each, a step of this width drafts."""
+        """A step of this width: which requests draft in it, and how much."""
         return WidthChoice(width)
 
     def record_outcomes(self, outcomes: Sequence[VerifyOutcome]) -> None:

@@ -56,7 +56,7 @@ class StepCosts:
 
     @property
     def drafting_widths(self) -> list[int]:
-        """For how many tokens of a request, the last one included, a step can draft; ascending."""
+        """Tokens of a request, the last one included, that a step can draft for; ascending."""
         return list(self._drafting)
 
     def drafting(self, num_requests: int, width: int) -> float:
