@@ -48,22 +48,3 @@ def test_a_slow_consumer_does_not_change_step_costs(
         width = llm.stats()["width"]
     assert sum(width["steps_by_width"].values()) > 5
     assert width["step_costs"] == measured
-
-
-def test_what_other_steps_have_deferred_is_no_cost_of_a_width() -> None:
-    """Else the first drafts after plain steps look slow, and are tried less and less."""
-    with golden_llm("DFLASH", speculative_adaptive=True) as llm:
-        engine, recorded = llm.engine, []
-        widths, launch = engine.scheduler.widths, engine.executor.launch
-        plans = []
-
-        def launched(plan):  # type: ignore[no-untyped-def]
-            plans.append((bool(plan.decode and not plan.prefill), bool(plan.deferred)))
-            return launch(plan)
-
-        engine.executor.launch = launched
-        widths.record_step_time = lambda *args: recorded.append(args)
-        widths._choose = lambda requests, most: (1, 1, widths.widths[most])[len(plans) % 3]
-        params = SamplingParams(temperature=0.0, max_new_tokens=24, ignore_eos=True)
-        llm.generate(input_ids=[CASES[0]["prompt"]], sampling_params=params)
-    assert (True, True) in plans and len(recorded) == plans.count((True, False))

@@ -250,8 +250,7 @@ class Engine:
         plan, result = done.step.plan, done.result
         self._stats.count(done)
         self._metrics.completed(done, step.idle)
-        # What was deferred by steps before is no part of what this width costs.
-        if plan.decode and not plan.prefill and not plan.deferred:
+        if plan.decode and not plan.prefill:
             self.scheduler.widths.record_step_time(
                 len(plan.decode), done.step.choice, result.seconds
             )
