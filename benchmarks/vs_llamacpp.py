@@ -4,12 +4,14 @@
     python benchmarks/vs_llamacpp.py                       # bundled target, float32 / f32, 1 thread
     python benchmarks/vs_llamacpp.py --format int8         # int8 / Q8_0
     python benchmarks/vs_llamacpp.py --shape 0.6b --threads 0     # random weights, all cores
+    python benchmarks/vs_llamacpp.py --model FILE.gguf --prefill 512     # one file for both
 
 Both engines continue the same token ids greedily, one request at a time, and take turns. A round's
 ratio is Forerun's tokens/s over llama.cpp's; the median over rounds is printed. llama.cpp is called
 through its C interface, `llama_decode` per token and an argmax in numpy, which is less work than
-llama-cpp-python's own generation. The GGUF file is written from the checkpoint; with random weights
-(`--shape`) the engines have different ones of the same shape.
+llama-cpp-python's own generation. Where others use the machine, `--cpu-time` counts seconds of CPU
+time in the place of those that pass (one thread). The GGUF file is written from the checkpoint;
+with random weights (`--shape`) the engines have different ones of the same shape.
 """
 
 from __future__ import annotations
@@ -249,6 +251,8 @@ class LlamaCpp:
 
 
 def settings(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    if args.model is not None:
+        args = argparse.Namespace(**{**vars(args), "format": "auto", "shape": "pair"})
     dtype = "float32" if args.format == "int8" else args.format
     out: dict[str, Any] = {
         "model_path": folder,
@@ -266,6 +270,9 @@ def settings(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def model_folder(args: argparse.Namespace, work: Path) -> Path:
+    """The target's folder, or a GGUF file."""
+    if args.model is not None:
+        return args.model
     if args.shape == "pair":
         return bundled("target")
     raw = QWEN3_0_6B | ({"num_hidden_layers": args.layers} if args.layers else {})
@@ -305,10 +312,18 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--layers", type=int, default=0, help="of --shape 0.6b; 0: all 28")
     parser.add_argument("--only-forerun", action="store_true")
-    return parser.parse_args()
+    parser.add_argument("--model", type=Path, help="a GGUF file, which both engines read")
+    parser.add_argument("--prefill", type=int, default=0, help="tokens of a prompt, timed too")
+    parser.add_argument("--cpu-time", action="store_true", help="seconds of CPU time; one thread")
+    args = parser.parse_args()
+    if args.cpu_time and args.threads != 1:
+        parser.error("--cpu-time needs --threads 1: threads that wait take CPU time, too")
+    if args.model is not None and not args.model.is_file():
+        parser.error(f"--model {args.model} is not a file")
+    return args
 
 
-Generate = Callable[[int], list[int]]  # continues PROMPT by so many tokens
+Generate = Callable[[list[int], int], list[int]]  # continues a prompt by so many tokens
 
 
 @contextmanager
@@ -316,9 +331,9 @@ def forerun_engine(args: argparse.Namespace, folder: Path, threads: int) -> Iter
     torch.set_num_threads(threads)
     with LLM(**settings(args, folder)) as llm, intra_op_threads(threads):
 
-        def generate(count: int) -> list[int]:
+        def generate(prompt: list[int], count: int) -> list[int]:
             params = SamplingParams(temperature=0, max_new_tokens=count, ignore_eos=True)
-            return list(llm.generate(input_ids=PROMPT, sampling_params=params).output_ids)
+            return list(llm.generate(input_ids=prompt, sampling_params=params).output_ids)
 
         yield generate
 
@@ -326,7 +341,10 @@ def forerun_engine(args: argparse.Namespace, folder: Path, threads: int) -> Iter
 @contextmanager
 def llama_engine(path: Path, threads: int) -> Iterator[Generate]:
     llama = LlamaCpp(path, threads, 2048)
-    yield lambda count: llama.generate(PROMPT, count)
+    yield llama.generate
+
+
+Clock = Callable[[], float]
 
 
 class EngineProcess:
@@ -335,7 +353,7 @@ class EngineProcess:
     In one process the threads of one engine would wait on the cores that the other computes on.
     """
 
-    def __init__(self, engine: Callable[..., Any], *arguments: Any) -> None:
+    def __init__(self, clock: Clock, engine: Callable[..., Any], *arguments: Any) -> None:
         """`engine(*arguments)`: a context manager that gives a `Generate`.
 
         Raises:
@@ -343,7 +361,7 @@ class EngineProcess:
         """
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        target, given = EngineProcess._serve, (theirs, engine, arguments)
+        target, given = EngineProcess._serve, (theirs, clock, engine, arguments)
         self._process = context.Process(target=target, args=given, daemon=True)
         self._process.start()
         theirs.close()
@@ -352,22 +370,24 @@ class EngineProcess:
             raise ConfigError(error)
 
     @staticmethod
-    def _serve(pipe: Connection, engine: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    def _serve(
+        pipe: Connection, clock: Clock, engine: Callable[..., Any], arguments: tuple[Any, ...]
+    ) -> None:
         try:
             with engine(*arguments) as generate:
                 pipe.send(None)
-                while (count := pipe.recv()) is not None:
-                    begin = time.perf_counter()
-                    ids = generate(count)
-                    pipe.send((ids, count / (time.perf_counter() - begin)))
+                while (request := pipe.recv()) is not None:
+                    begin = clock()
+                    ids = generate(*request)
+                    pipe.send((ids, clock() - begin))
         except ConfigError as error:
             pipe.send(str(error))
 
-    def generate(self, count: int) -> tuple[list[int], float]:
-        """Token ids, and how many a second."""
-        self._pipe.send(count)
-        ids, speed = self._pipe.recv()
-        return ids, speed
+    def generate(self, prompt: list[int], count: int) -> tuple[list[int], float]:
+        """Token ids, and seconds."""
+        self._pipe.send((prompt, count))
+        ids, seconds = self._pipe.recv()
+        return ids, seconds
 
     def close(self) -> None:
         self._pipe.send(None)
@@ -377,40 +397,58 @@ class EngineProcess:
 def start_engines(args: argparse.Namespace, work: Path, threads: int) -> list[EngineProcess]:
     """Forerun, then llama.cpp unless it is left out."""
     folder = model_folder(args, work)
-    config = load_model_config(folder)
+    clock = time.process_time if args.cpu_time else time.perf_counter
     os.environ["OMP_NUM_THREADS"] = str(threads)  # both engines keep to it
-    engines = [EngineProcess(forerun_engine, args, folder, threads)]
+    engines = [EngineProcess(clock, forerun_engine, args, folder, threads)]
     if not args.only_forerun:
-        random = args.shape != "pair"
-        found = random_tensors(config) if random else checkpoint_tensors(folder, config)
-        path = work / "model.gguf"
-        with path.open("wb") as file:
-            write_gguf(file, config, list(found), args.format)
-        engines.append(EngineProcess(llama_engine, path, threads))
+        path = args.model or written_gguf(args, folder, work)
+        engines.append(EngineProcess(clock, llama_engine, path, threads))
     return engines
 
 
-def run(args: argparse.Namespace, work: Path) -> None:
-    threads = args.threads or os.cpu_count() or 1
-    engines = start_engines(args, work, threads)
+def written_gguf(args: argparse.Namespace, folder: Path, work: Path) -> Path:
+    config, path = load_model_config(folder), work / "model.gguf"
+    random = args.shape != "pair"
+    found = random_tensors(config) if random else checkpoint_tensors(folder, config)
+    with path.open("wb") as file:
+        write_gguf(file, config, list(found), args.format)
+    return path
+
+
+def compare(
+    args: argparse.Namespace, engines: list[EngineProcess], prompt: list[int], count: int
+) -> None:
+    """Prints tokens/s: of the prompt where one token follows it, else of the continuation."""
     rounds = []
     for round in range(args.rounds + 1):  # the first one warms up
-        results = [engine.generate(args.tokens) for engine in engines]
+        results = [engine.generate(prompt, count) for engine in engines]
         if round:
-            rounds.append([speed for _, speed in results])
-    for engine in engines:
-        engine.close()
-    print(
-        f"{args.shape}, {args.format}, {threads} thread(s), {args.tokens} tokens,"
-        f" median of {args.rounds}, a process each"
-    )
+            tokens = len(prompt) if count == 1 else count
+            rounds.append([tokens / seconds for _, seconds in results])
     ours, *others = (statistics.median(speeds) for speeds in zip(*rounds, strict=True))
     print(f"  forerun    {ours:8.1f} tokens/s")
     for theirs in others:
         ratio = statistics.median(a / b for a, b in rounds)
         print(f"  llama.cpp  {theirs:8.1f} tokens/s, {ratio:.2f} x as fast here")
-        if args.shape == "pair" and results[0][0] == results[1][0]:
+        if (args.model or args.shape == "pair") and results[0][0] == results[1][0]:
             print("  both wrote the same tokens")
+
+
+def run(args: argparse.Namespace, work: Path) -> None:
+    threads = args.threads or os.cpu_count() or 1
+    engines = start_engines(args, work, threads)
+    what = args.model.name if args.model else f"{args.shape}, {args.format}"
+    clock = ", CPU time" if args.cpu_time else ""
+    print(
+        f"{what}, {threads} thread(s), {args.tokens} tokens, median of {args.rounds}{clock},"
+        " a process each"
+    )
+    compare(args, engines, PROMPT, args.tokens)
+    if args.prefill:
+        print(f"a prompt of {args.prefill} tokens")
+        compare(args, engines, (PROMPT * args.prefill)[: args.prefill], 1)
+    for engine in engines:
+        engine.close()
 
 
 def main() -> None:
@@ -423,7 +461,7 @@ def main() -> None:
     try:
         with tempfile.TemporaryDirectory() as work:
             run(args, Path(work))
-        if args.shape == "pair":
+        if args.shape == "pair" and args.model is None:
             ratio, least = verify_ratios(args)
             bound = f", at least {least:.2f} for its arithmetic" if least else ""
             print(f"  a verify step of 16 tokens takes {ratio:.2f} plain steps{bound}")
