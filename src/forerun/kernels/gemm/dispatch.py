@@ -26,6 +26,7 @@ MAX_DEFAULT_M = 32  # largest M for the untuned Triton configuration
 MAX_DEFAULT_M_SM90 = 128
 MAX_FP8_M = 128
 MIN_BLOCK_N_SM90 = 32  # rows of W: of the narrowest tile that the default for Hopper takes
+MAX_PARTIALS_M = 256  # more tokens have large partials, and tiles enough without
 MAX_BLOCK_N_OF_SLICES = 160  # of a tile of which a thread keeps two sums for each output
 # Gate/up with SiLU-mul for M >= LARGE_M on Hopper. With fewer tokens, its tiles may leave too many
 # SMs idle in the last wave.
@@ -131,12 +132,18 @@ def _fixed_order_sm90(n: int, k: int, bucket: int, gpu: GpuInfo, partials: bool)
     cluster_m = 2 if bucket > 128 else 1
     clusters = -(-bucket // (128 * cluster_m))
     options = []
-    for block_n in (96, 128, 192, 256) if slices == 1 else (96, 128, MAX_BLOCK_N_OF_SLICES):
-        tiles = clusters * -(-n // block_n)
-        waves = -(-tiles // (gpu.num_sms // cluster_m))
-        # A tile takes as long as it is wide, and some time to begin and to store.
-        options.append((waves * (block_n + 32), -block_n))
-    return Sm90GemmConfig(-min(options)[1], cluster_m=cluster_m, group_m=8, k_slices=slices)
+    for split_k in (1, slices) if partials and bucket <= MAX_PARTIALS_M else (1,):
+        block_ns = (96, 128, MAX_BLOCK_N_OF_SLICES) if split_k < slices else (96, 128, 192, 256)
+        for block_n in block_ns:
+            tiles = split_k * clusters * -(-n // block_n)
+            waves = -(-tiles // (gpu.num_sms // cluster_m))
+            # A tile takes as long as it is wide and K is long, and some time to begin and to store.
+            options.append((waves * (block_n + 32) / split_k, -block_n, split_k))
+    _, block_n, split_k = min(options)
+    k_slices = slices // split_k
+    return Sm90GemmConfig(
+        -block_n, cluster_m=cluster_m, split_k=split_k, group_m=8, k_slices=k_slices
+    )
 
 
 def choose_fp8_gemm(
