@@ -117,6 +117,7 @@ def test_output_of_ragged_passes(algorithm: str | None, monkeypatch: pytest.Monk
 
 
 @pytest.mark.gpu
+@pytest.mark.covering(2, 3)
 @pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
 @pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
 @pytest.mark.parametrize("chunk", [4, 512])

@@ -57,6 +57,7 @@ def test_the_measure_can_fail() -> None:
     assert behind(prompts()[0], [prompts()[0][0]] * 4) > 4 * CLOSE
 
 
+@pytest.mark.covering(2, 3)
 @pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
 @pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
 @pytest.mark.parametrize(("page_size", "chunk"), [(16, 7), (64, 512)])

@@ -17,6 +17,7 @@ ALGORITHMS = [
 ]
 
 
+@pytest.mark.covering(2, 3)
 @pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
 @pytest.mark.parametrize("tight", [False, True], ids=["roomy", "tight"])
 @pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])

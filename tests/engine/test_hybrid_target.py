@@ -234,6 +234,7 @@ def test_the_dtype_of_states_needs_linear_attention() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.covering(2, 3)
 @pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
 @pytest.mark.parametrize(("chunk", "overlap_depth"), [(4, 0), (512, 1)])
 @pytest.mark.parametrize(("algorithm", "own"), CELLS, ids=IDS)

@@ -26,6 +26,7 @@ def _random_widths(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "DRAFTING_BATCH", 2)
 
 
+@pytest.mark.covering(2, 3)
 @pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
 @pytest.mark.parametrize("tight", [False, True], ids=["roomy", "tight"])
 @pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])

@@ -74,6 +74,7 @@ def test_the_measure_can_fail() -> None:
     assert behind(prompt, [prompt[5]] * 4) > 4 * CLOSE
 
 
+@pytest.mark.covering(2, 3)
 @pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
 @pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
 @pytest.mark.parametrize(("page_size", "chunk"), [(1, 512), (16, 4), (64, 512), (128, 16)])

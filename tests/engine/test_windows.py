@@ -120,6 +120,7 @@ def test_backends_may_read_window_pages_on_the_host(algorithm: str | None, adapt
 
 
 @pytest.mark.gpu
+@pytest.mark.covering(2, 3)
 @pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
 @pytest.mark.parametrize("tight", [False, True], ids=["roomy", "tight"])
 @pytest.mark.parametrize(("page_size", "chunk"), [(1, 512), (16, 4), (256, 512)])

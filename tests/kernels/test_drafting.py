@@ -12,6 +12,7 @@ from torch import Tensor
 
 from forerun.kernels.drafting import best_token, gru, keys, top_columns, walk
 from forerun.kernels.drafting.convolution import convolve_rows
+from forerun.kernels.runtime.gpu import GpuInfo
 from forerun.kernels.sampling.argmax import argmax_keys_ref
 from forerun.layers.communication import WeightPlacement
 from forerun.models.heads import correlator, markov, selector
@@ -47,6 +48,14 @@ def test_top_columns_of_nothing(device: torch.device) -> None:
     """Rows without a finite value give different columns."""
     _, columns, _ = top_columns.top_columns(torch.full((1, 600), torch.nan, device=device), 4)
     assert len(set(columns[0].tolist())) == 4 and int(columns.max()) < 600
+
+
+@pytest.mark.parametrize(("smem", "batch", "stages"), [(227, 64, 4), (99, 16, 2), (99, 64, 1)])
+def test_tiles_of_w2_fit_into_shared_memory(smem: int, batch: int, stages: int) -> None:
+    """Of rank 256 in bfloat16: an H100's, and an RTX 4090's."""
+    gpu = GpuInfo(128, amd=False, smem_bytes=smem << 10)
+    assert best_token.stages(gpu, best_token.BLOCK_V, batch, 512) == stages
+    assert (stages * best_token.BLOCK_V + batch) * 512 <= smem << 10
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from forerun.kernels.drafting.keys import columns_of_keys, new_keys, raise_key, token_before
-from forerun.kernels.runtime.gpu import gpu_of, next_power_of_2
+from forerun.kernels.runtime.gpu import GpuInfo, gpu_of, next_power_of_2
 from forerun.kernels.runtime.jit import jit, jit_no_specialize, tl
 from forerun.kernels.runtime.pdl import pdl_options, prefetch_lines
 
@@ -26,6 +26,7 @@ BLOCK_V = 64  # columns of a tile
 AHEAD = 4  # tiles that a CTA requests before the preceding kernel has ended
 LINE = 128  # bytes of a line of the L2 cache
 POOL_BLOCK = 32
+SPARE_SMEM = 8 << 10
 
 
 def fits_corrected_rows(x: Tensor, weight: Tensor) -> bool:
@@ -70,20 +71,27 @@ class CorrectedRows:
         """
         batch, depth, vocab = self._logits.shape
         rank, gpu = self._weight.shape[1], gpu_of(self._weight.device)
-        tile = BLOCK_V // 2 if gpu.amd else BLOCK_V
+        tile, block_b = BLOCK_V // 2 if gpu.amd else BLOCK_V, max(16, next_power_of_2(batch))
         _corrected[(min(gpu.num_sms, -(-vocab // tile)),)](
             self._logits, self.before if x is None else x.contiguous(), self._weight, self._table,
             self._anchor, self._keys, self.before, batch, depth, vocab, row,
             self._logits.stride(0), self._logits.stride(1),
-            LOOK_UP=x is None, RANK=rank, BLOCK_B=max(16, next_power_of_2(batch)), BLOCK_V=tile,
+            LOOK_UP=x is None, RANK=rank, BLOCK_B=block_b, BLOCK_V=tile,
             BACKWARD=row % 2 == 1, PREFETCH=AHEAD * tile * rank * self._weight.itemsize // LINE,
             LINE=LINE // self._weight.itemsize, num_warps=8 if gpu.amd else 4,
-            num_stages=2 if gpu.amd or rank > 256 else 4, **pdl_options(self.before),
+            num_stages=stages(gpu, tile, block_b, rank * self._weight.itemsize),
+            **pdl_options(self.before),
         )  # fmt: skip
 
     def columns(self) -> Tensor:
         """What the rows have chosen, [B, D] int64."""
         return columns_of_keys(self._keys)
+
+
+def stages(gpu: GpuInfo, tile: int, block_b: int, row_bytes: int) -> int:
+    """How many tiles of W2 are under way, beside x and what Triton needs in shared memory."""
+    room = gpu.smem_bytes - block_b * row_bytes - SPARE_SMEM
+    return max(1, min(2 if gpu.amd else 4, room // (tile * row_bytes)))
 
 
 @dataclass(frozen=True)
@@ -183,10 +191,8 @@ def _corrected(
         following = logits_ptr + ahead * BLOCK_V + of_request
         following = tl.load(following, mask=both, other=float("-inf"))
         scores = logits.to(tl.float32) + tl.dot(weight, x, input_precision="ieee")
-        if BACKWARD:  # of equals, the lower column comes later
-            better = scores >= best  # not if it is NaN
-        else:
-            better = scores > best
+        # Of equals, the lower column comes later in a backward pass.
+        better = scores >= best if BACKWARD else scores > best
         best = tl.where(better, scores, best)
         best_tile = tl.where(better, tile, best_tile)
         logits = following
