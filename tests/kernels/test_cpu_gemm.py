@@ -90,16 +90,32 @@ def test_weights_stored_in_bfloat16_give_the_bits_of_float32(n: int, k: int) -> 
         assert torch.equal(cpu.gemm(x[:tokens], packed), cpu.gemm(x[:tokens], plain))
 
 
-def test_weights_that_bfloat16_cannot_hold_stay_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_weights_stored_in_float16_give_the_bits_of_float32(n: int, k: int) -> None:
+    x, weight, bias = operands(n, k, torch.float32)
+    weight = weight.half().float()
+    packed, plain = cpu.pack(weight, bias), cpu.pack(weight, bias, Format.FLOAT32)
+    assert packed.format is Format.HALVES and 2 * packed.nbytes == plain.nbytes
+    assert cpu.is_plain(packed) and cpu.has_rows(packed)
+    for tokens in (1, 2, 3, 6, 12, 16, 40):
+        assert torch.equal(cpu.gemm(x[:tokens], packed), cpu.gemm(x[:tokens], plain))
+    ids = torch.arange(n).flip(0)
+    assert torch.equal(cpu.take_packed_rows(packed, ids), weight[ids])
+
+
+def test_weights_that_16_bits_cannot_hold_stay_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "ROWS_COMPARED", 16)
     _, weight, _ = operands(64, 64, torch.float32)
     weight = weight.bfloat16().float()
     assert cpu.smallest_format(weight) is Format.WIDENED
-    for value in (1 + 2**-8, torch.nan, torch.tensor(3e38), 2**-140):
+    halves = weight.half().float()
+    halves[50, 33] = 1 + 2**-8
+    assert cpu.smallest_format(halves) is Format.HALVES
+    for value in (1 + 2**-16, torch.nan, torch.tensor(3e38), 2**-140):
         other = weight.clone()
         other[50, 33] = value
         assert cpu.smallest_format(other) is Format.FLOAT32
-    assert cpu.smallest_format(weight[:, :-1]) is Format.FLOAT32
+    assert cpu.smallest_format(weight[:, :-1]) is Format.HALVES
     assert cpu.smallest_format(weight.bfloat16()) is Format.BFLOAT16
 
 

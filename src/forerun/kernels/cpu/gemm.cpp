@@ -9,6 +9,7 @@
 //   float32   float32 weights and tokens
 //   widened   the same, for weights whose values all fit into bfloat16: they are stored so, which
 //             halves the bytes, and the results are the same bits
+//   halves    the same, for weights whose values all fit into float16
 //   bfloat16  bfloat16 weights and tokens, products added in float32; float32 tokens are rounded
 //   int8      weights in groups of 32 k with one scale each, tokens quantized likewise when they are
 //             read (as llama.cpp's Q8_0); products of a group are added as integers
@@ -35,7 +36,14 @@ constexpr int REGISTERS = 24;  // for accumulators
 constexpr int REGISTERS = 12;
 #endif
 
-enum Kind : int32_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, WIDENED = 3, GROUPED = 4 };
+enum Kind : int32_t {
+    FLOAT32 = 0,
+    BFLOAT16 = 1,
+    INT8 = 2,
+    WIDENED = 3,
+    GROUPED = 4,
+    HALVES = 5
+};
 
 // In Python: `_Weight` in gemm.py.
 struct Weight {
@@ -116,6 +124,33 @@ inline Vec code(BitVec word, int c) {
     return __builtin_convertvector(bits_as<IntVec>(bits), Vec);
 }
 
+// A tile of weights that are stored one by one, and become float32 when they are read.
+template <class Stored, int M, int PANELS>
+inline void tile_of_values(const Weight& w, int64_t panel, const Tokens& tokens, int64_t first,
+                           const Ahead& ahead, float* out) {
+    constexpr int64_t PER_STEP = 4 / sizeof(Stored);  // k for which `prefetch` reads ahead
+    const int64_t size = w.k * PANEL;
+    const Stored* weights = static_cast<const Stored*>(w.data) + panel * size;
+    const float* x = static_cast<const float*>(tokens.values) + first * tokens.stride;
+    Vec sum[M][2 * PANELS];
+    each<M, 2 * PANELS>([&](int m, int j) { sum[m][j] = Vec{}; });
+    for (int64_t k = 0; k < w.k; k++) {
+        if (M > 1 && k % PER_STEP == 0) prefetch<PANELS>(ahead, k / PER_STEP);
+        Vec value[2 * PANELS];
+        FORERUN_UNROLL
+        for (int j = 0; j < 2 * PANELS; j++)
+            value[j] = load_floats(weights + (j / 2) * size + k * PANEL + (j % 2) * LANES);
+        FORERUN_UNROLL
+        for (int m = 0; m < M; m++) {
+            const Vec token = broadcast(x[m * tokens.stride + k]);
+            FORERUN_UNROLL
+            for (int j = 0; j < 2 * PANELS; j++) sum[m][j] = mul_add(value[j], token, sum[m][j]);
+        }
+    }
+    each<M, 2 * PANELS>(
+        [&](int m, int j) { store(out + (m * 2 * PANELS + j) * LANES, sum[m][j]); });
+}
+
 template <>
 struct Traits<FLOAT32> {
     static constexpr int ACCUMULATORS = 1;  // registers per LANES outputs
@@ -123,27 +158,18 @@ struct Traits<FLOAT32> {
     template <int M, int PANELS>
     static void tile(const Weight& w, int64_t panel, const Tokens& tokens, int64_t first,
                      const Ahead& ahead, float* out) {
-        const int64_t size = w.k * PANEL;
-        const float* weights = static_cast<const float*>(w.data) + panel * size;
-        const float* x = static_cast<const float*>(tokens.values) + first * tokens.stride;
-        Vec sum[M][2 * PANELS];
-        each<M, 2 * PANELS>([&](int m, int j) { sum[m][j] = Vec{}; });
-        for (int64_t k = 0; k < w.k; k++) {
-            if (M > 1) prefetch<PANELS>(ahead, k);
-            Vec value[2 * PANELS];
-            FORERUN_UNROLL
-            for (int j = 0; j < 2 * PANELS; j++)
-                value[j] = load<Vec>(weights + (j / 2) * size + k * PANEL + (j % 2) * LANES);
-            FORERUN_UNROLL
-            for (int m = 0; m < M; m++) {
-                const Vec token = broadcast(x[m * tokens.stride + k]);
-                FORERUN_UNROLL
-                for (int j = 0; j < 2 * PANELS; j++)
-                    sum[m][j] = mul_add(value[j], token, sum[m][j]);
-            }
-        }
-        each<M, 2 * PANELS>(
-            [&](int m, int j) { store(out + (m * 2 * PANELS + j) * LANES, sum[m][j]); });
+        tile_of_values<float, M, PANELS>(w, panel, tokens, first, ahead, out);
+    }
+};
+
+template <>
+struct Traits<HALVES> {
+    static constexpr int ACCUMULATORS = 1;
+
+    template <int M, int PANELS>
+    static void tile(const Weight& w, int64_t panel, const Tokens& tokens, int64_t first,
+                     const Ahead& ahead, float* out) {
+        tile_of_values<Float16, M, PANELS>(w, panel, tokens, first, ahead, out);
     }
 };
 
@@ -702,6 +728,8 @@ void gemm(const Weight& w, const void* x, int64_t m, int threads, Sink&& sink) {
     else if constexpr (std::is_same_v<T, float>) {
         if (w.kind == WIDENED)
             multiply_all<WIDENED>(w, tokens, m, threads, sink);
+        else if (w.kind == HALVES)
+            multiply_all<HALVES>(w, tokens, m, threads, sink);
         else
             multiply_all<FLOAT32>(w, tokens, m, threads, sink);
     }
@@ -865,6 +893,11 @@ void pack_row(const T* row, int64_t r, int64_t k, int32_t kind, void* data, BFlo
     }
 }
 
+// Value `i` of a panel's.
+inline float float_of(const Float16* values, int64_t i) {
+    return load_floats(values + i / LANES * LANES)[i % LANES];
+}
+
 // Row `id` of a grouped weight.
 template <class T>
 void take_grouped_row(const Weight& w, int64_t id, T* out) {
@@ -956,6 +989,8 @@ void multiply_as(const Weight& w, const Tokens& tokens, int64_t first, int64_t c
         multiply<BFLOAT16>(w, tokens, first, count, begin, end, 0, sink);
     else if (w.kind == WIDENED)
         multiply<WIDENED>(w, tokens, first, count, begin, end, 0, sink);
+    else if (w.kind == HALVES)
+        multiply<HALVES>(w, tokens, first, count, begin, end, 0, sink);
     else
         multiply<FLOAT32>(w, tokens, first, count, begin, end, 0, sink);
 }
@@ -1116,6 +1151,9 @@ void forerun_take_packed_rows(const Weight* w, const int64_t* ids, int64_t count
             const int64_t at = i * w->k + k, pair = (k / 2 * PANEL + lane) * 2 + k % 2;
             if (w->kind == BFLOAT16)
                 static_cast<BFloat16*>(out)[at] = halves[pair];
+            else if (w->kind == HALVES)
+                static_cast<float*>(out)[at] = float_of(
+                    static_cast<const Float16*>(w->data) + first + k * PANEL, lane);
             else
                 static_cast<float*>(out)[at] =
                     w->kind == WIDENED

@@ -1,10 +1,11 @@
 """GEMMs of packed weights on a CPU, with fused epilogues: y = x Wᵀ + b for any number of tokens.
 
-A weight is packed once into the layout that the kernel reads (gemm.cpp), in one of five formats:
+A weight is packed once into the layout that the kernel reads (gemm.cpp), in one of six formats:
 
     FLOAT32, BFLOAT16   as the model computes; float32 tokens of a BFLOAT16 weight are rounded
     WIDENED             FLOAT32 in half of the memory, where all values fit into bfloat16, as those
                         of a bfloat16 checkpoint do: they become float32 when they are read
+    HALVES              the same where all values fit into float16
     INT8                32 neighbouring k share a scale, and tokens are quantized likewise when they
                         are read; x and y are float32 or bfloat16 (llama.cpp's Q8_0)
     GROUPED             a `GroupedWeight`, such as GGUF files and AWQ and GPTQ checkpoints have:
@@ -41,6 +42,7 @@ class Format(Enum):
     INT8 = 2
     WIDENED = 3
     GROUPED = 4
+    HALVES = 5
 
 
 class _Weight(ctypes.Structure):
@@ -109,7 +111,7 @@ def plain_format(dtype: torch.dtype) -> Format:
 
 def is_plain(weight: PackedWeight) -> bool:
     """Whether it has the values of the weight that was packed."""
-    return weight.format in (plain_format(weight.dtype), Format.WIDENED)
+    return weight.format in (plain_format(weight.dtype), Format.WIDENED, Format.HALVES)
 
 
 def has_rows(weight: PackedWeight) -> bool:
@@ -125,11 +127,15 @@ def fits(weight: Tensor, format: Format) -> bool:
 def smallest_format(weight: Tensor) -> Format:
     """The format that keeps all values of a weight [N, K] and needs the least memory."""
     plain = plain_format(weight.dtype)
-    if plain is Format.BFLOAT16 or not fits(weight, Format.WIDENED):
+    if plain is Format.BFLOAT16:
         return plain
-    rows = weight.split(ROWS_COMPARED)
-    exact = all(torch.equal(each, each.bfloat16().float()) for each in rows)
-    return Format.WIDENED if exact else plain
+    for smaller, dtype in ((Format.WIDENED, torch.bfloat16), (Format.HALVES, torch.float16)):
+        rows = weight.split(ROWS_COMPARED)
+        if fits(weight, smaller) and all(
+            torch.equal(each, each.to(dtype).float()) for each in rows
+        ):
+            return smaller
+    return plain
 
 
 def pack(weight: Tensor, bias: Tensor | None = None, format: Format | None = None) -> PackedWeight:
@@ -148,12 +154,21 @@ def pack(weight: Tensor, bias: Tensor | None = None, format: Format | None = Non
     data.zero_()
     scales = torch.zeros(rows * groups if format is Format.INT8 else 0, dtype=torch.bfloat16)
     weight = weight.contiguous()
+    if format is Format.HALVES:
+        to = data.view(torch.float16).view(-1, k, panel())
+        for first in range(0, n, ROWS_COMPARED):  # a multiple of `panel`
+            part = weight[first : first + ROWS_COMPARED].half()
+            _lay_out(part, to[first // panel() :][: -(-len(part) // panel())])
+        return PackedWeight(n, k, weight.dtype, format, data, scales, _of_bias(bias))
     call(
         "forerun_pack", weight.data_ptr(), weight.dtype == torch.bfloat16, n, k, format.value,
         data.data_ptr(), scales.data_ptr(),
     )  # fmt: skip
-    bias = None if bias is None else bias.float().contiguous()
-    return PackedWeight(n, k, weight.dtype, format, data, scales, bias)
+    return PackedWeight(n, k, weight.dtype, format, data, scales, _of_bias(bias))
+
+
+def _of_bias(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.float().contiguous()
 
 
 def pack_grouped(weight: GroupedWeight, bias: Tensor | None, dtype: torch.dtype) -> PackedWeight:
@@ -165,8 +180,7 @@ def pack_grouped(weight: GroupedWeight, bias: Tensor | None, dtype: torch.dtype)
     words = weight.codes.contiguous().view(torch.int32)
     _lay_out(words, data.view(torch.int32).view(panels, -1, panel()))
     scales = _pack_scales(weight, panels)
-    bias = None if bias is None else bias.float().contiguous()
-    return PackedWeight(n, k, dtype, Format.GROUPED, data, scales, bias, kind)
+    return PackedWeight(n, k, dtype, Format.GROUPED, data, scales, _of_bias(bias), kind)
 
 
 def _pack_scales(weight: GroupedWeight, panels: int) -> Tensor:
