@@ -100,7 +100,7 @@ def test_whitespace_in_json() -> None:
         ({"json_schema": {"type": "foo"}}, 'Unsupported type "foo"'),
         ({"json_schema": False}, "cannot accept any value"),
         ({"json_schema": {"$ref": "#/nope"}}, "nope"),
-        ({"json_schema": {"$ref": "#"}}, "No text of this tokenizer matches"),
+        ({"json_schema": {"$ref": "#"}}, "$ref '#' refers to itself"),
         ({"json_schema": {"type": "string", "pattern": "(?=a)b"}}, "the pattern '(?=a)b' is not"),
         ({"json_schema": {"type": "string", "pattern": "(a"}}, "not closed"),
         ({"json_schema": {"not": {}}}, "not cannot be enforced"),

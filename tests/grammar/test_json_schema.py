@@ -34,6 +34,13 @@ NUMBER = {"type": "integer"}
         ({"type": "integer", "anyOf": [{"minimum": 3}]}, "type beside anyOf"),
         ({"$ref": "#/$defs/a", "minimum": 1}, "minimum beside $ref"),
         ({"$ref": "http://example.com/x"}, "must be '#' or begin with '#/'"),
+        ({"$ref": "#/$defs/x", "$defs": {"x": 3}}, "at #: $ref '#/$defs/x' refers to nothing"),
+        ({"items": {"$ref": "#/items"}, "type": "array"}, "at #/items: $ref '#/items' refers to"),
+        (
+            {"anyOf": [{"$ref": "#/$defs/a"}], "$defs": {"a": {"$ref": "#/$defs/b"}}},
+            "at #/anyOf/0: $ref '#/$defs/b' refers to nothing",
+        ),
+        ({"properties": {"a": {"$ref": "#/$defs/a~0"}}}, "has an escape; rename"),
         ({"type": "string", "enum": ["a", 1]}, "type beside enum"),
         ({"type": "integer", "const": "a"}, "type beside const"),
         ({"enum": ["abc"], "minLength": 4}, "minLength beside enum"),

@@ -298,6 +298,9 @@ def test_strict_functions_are_not_called_in_ways_that_parsers_merely_tolerate(
     syntax = TOOL_PARSERS[family.tools].syntax
     for opening in syntax.tolerated:
         assert not accepts(tag, f"{family.thought}ok {opening}now")
+    if family.thought:  # calls at its end are read, too
+        wrong = family.calls.replace("days", "nights")
+        assert not accepts(tag, family.thought.replace("asks.", wrong))
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
@@ -409,8 +412,7 @@ def test_functions_of_any_arguments_take_any_in_a_grammar() -> None:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"s": {"type": "string", "minLength": 2}}, "'minLength' has no grammar"),
     ({"l": {"type": "array", "items": {}, "maxItems": 129}}, "at most 128 items"),
-    ({"s": {"$ref": "#/properties/s"}}, "nested too deeply"),
-    ({"s": {"$ref": "#/$defs/x"}}, "#/$defs/x"),
+    ({"s": {"$ref": "#"}}, "nested too deeply"),
 ]
 
 
@@ -422,6 +424,46 @@ def test_schemas_without_a_grammar_are_a_400(properties: dict[str, Any], words: 
             messages=ASK, tools=tools, tool_choice="required"
         )
     assert words in str(caught.value)
+
+
+REFERENCES = [
+    ("#/$defs/x", "'#/$defs/x' refers to nothing"),
+    ("#/properties/s", "'#/properties/s' refers to itself"),
+    ("#/$defs/a~1b", "'#/$defs/a~1b' has an escape"),
+    ("http://x/y", "got 'http://x/y'"),
+    (5, "got 5"),
+]
+
+
+@pytest.mark.parametrize(("reference", "words"), REFERENCES)
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_references_that_lead_nowhere_are_named_with_the_function(
+    family: Family, reference: Any, words: str
+) -> None:
+    parameters = {"properties": {"s": {"$ref": reference}}, "$defs": {"a/b": {}}}
+    with pytest.raises(openai.BadRequestError) as caught:
+        grammar(family, tools=[function("put", parameters)], tool_choice="required")
+    assert "The schema of the function 'put'" in str(caught.value)
+    assert "at #/properties/s: $ref" in str(caught.value) and words in str(caught.value)
+
+
+def test_references_to_any_part_are_followed() -> None:
+    """Also where an argument has a grammar of its own."""
+    pytest.importorskip("xgrammar")
+    properties = {
+        "a": {"$ref": "#/$defs/small"},
+        "b": {"type": "array", "items": {"$ref": "#/properties/a"}},
+    }
+    parameters = {"properties": properties, "required": ["a", "b"]}
+    tool = function("put", {**parameters, "$defs": {"small": {"enum": [1, 2]}}})
+    for name, before, after in (
+        ("llama-4", "[put(a=1, b=[2, ", "])]"),
+        ("gemma-4", "<|tool_call>call:put{a:1,b:[2,", "]}<tool_call|>"),
+        ("mistral", '[TOOL_CALLS][{"name": "put", "arguments": {"a": 1, "b": [2, ', "]}}]"),
+    ):
+        tag = grammar(FAMILIES[name], tools=[tool], tool_choice="required")
+        assert accepts(tag, f"{before}1{after}")
+        assert not accepts(tag, f"{before}3{after}")
 
 
 def test_an_answer_in_json_is_in_the_channel_of_answers() -> None:

@@ -115,7 +115,7 @@ DEEPSEEK = "Hi <｜tool▁calls▁begin｜>"
 BEGINNINGS = {
     "qwen": ("Hi <tool_call>", "<tool_call>", "Hi ", "<think>a</think>Hi <tool_call>"),
     "llama": ("Hi <|python_tag|>", "<|python_tag|>", "{", "Hi {", ""),
-    "r1": (f"a</think>{DEEPSEEK}", "<think>a</think>Hi", f"a {DEEPSEEK}x</think>"),
+    "r1": (f"a</think>{DEEPSEEK}", "<think>a</think>Hi", "a x</think>"),
     "v3.1": (DEEPSEEK, "", "Hi"),
     "special": (DEEPSEEK, "", "Hi"),
 }

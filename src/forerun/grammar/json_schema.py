@@ -53,6 +53,8 @@ def exact_schema(schema: Any, path: str = "#") -> Any:
         return schema
     for problem in _problems(schema):
         raise RequestError(f"json_schema at {shown(path)[1:-1]}: {problem}.")
+    if path == "#":
+        _check_references(schema, schema, path)
     exact = dict(schema)
     for key in exact.keys() & {*_SCHEMAS}:
         exact[key] = exact_schema(exact[key], f"{path}/{key}")
@@ -75,6 +77,49 @@ def _with_small_counts(schema: dict[str, Any]) -> dict[str, Any]:
     if isinstance(named, Mapping):
         schema["patternProperties"] = {split_regex(name): part for name, part in named.items()}
     return schema
+
+
+def _check_references(schema: Any, root: Mapping[str, Any], path: str) -> None:
+    """
+    Raises:
+        RequestError: one of them leads to no schema.
+    """
+    if not isinstance(schema, Mapping):
+        return
+    if "$ref" in schema and (problem := _of_reference(schema["$ref"], root)):
+        raise RequestError(f"json_schema at {shown(path)[1:-1]}: {problem}.")
+    for key in schema.keys() & {*_SCHEMAS}:
+        _check_references(schema[key], root, f"{path}/{key}")
+    for key in schema.keys() & {*_LISTS}:
+        if isinstance(schema[key], list):
+            for at, part in enumerate(schema[key]):
+                _check_references(part, root, f"{path}/{key}/{at}")
+    for key in schema.keys() & {*_OF_SCHEMAS}:
+        if isinstance(schema[key], Mapping):
+            for name, part in schema[key].items():
+                _check_references(part, root, f"{path}/{key}/{name}")
+
+
+def _of_reference(reference: Any, root: Mapping[str, Any]) -> str:
+    """What is wrong with a reference; "": nothing."""
+    met: list[str] = []
+    while isinstance(reference, str) and reference not in met:
+        if reference != "#" and not reference.startswith("#/"):
+            return f"$ref must be '#' or begin with '#/', got {shown(reference)}"
+        if "~" in reference:
+            return f"$ref {shown(reference)} has an escape; rename what it refers to"
+        met.append(reference)
+        found: Any = root
+        for key in reference.split("/")[1:]:
+            found = found.get(key) if isinstance(found, Mapping) else None
+        if not isinstance(found, Mapping | bool):
+            return f"$ref {shown(reference)} refers to nothing"
+        if isinstance(found, bool) or "$ref" not in found:
+            return ""
+        reference = found["$ref"]
+    if isinstance(reference, str):
+        return f"$ref {shown(reference)} refers to itself"
+    return f"$ref must be a text, got {shown(reference)}"
 
 
 def patterns(schema: Any) -> Iterator[str]:
@@ -135,9 +180,6 @@ def _problems(schema: Mapping[str, Any]) -> Iterator[str]:
     for keyword in _NOT_ENFORCED:
         if schema.get(keyword, False) is not False:
             yield f"{keyword} cannot be enforced; remove it"
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and reference != "#" and not reference.startswith("#/"):
-        yield f"$ref must be '#' or begin with '#/', got {shown(reference)}"
     if isinstance(schema.get("allOf"), list) and len(schema["allOf"]) > 1:
         yield "allOf with several schemas cannot be enforced; merge them"
     yield from _beside_alternatives(schema)

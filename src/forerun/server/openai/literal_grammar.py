@@ -18,12 +18,13 @@ from forerun.server.openai.tag_formats import (
     sequence,
     text,
 )
-from forerun.server.parsers.argument_values import allowed_types
+from forerun.server.parsers.argument_values import allowed_types, target
 from forerun.server.parsers.gemma4 import QUOTE
 
 _MAX_NESTING = 16
 _MAX_ITEMS = 128  # that are counted; xgrammar counts wrongly beyond
 _DEFINITIONS = ("$defs", "definitions")
+_ROOT = "arguments"  # the name of the whole schema among the definitions of a part
 # That say nothing about the value, or are looked at here.
 _NOTES = frozenset(
     {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly",
@@ -60,8 +61,7 @@ def python_arguments(schema: Mapping[str, Any]) -> Format:
 
 def _python_value(schema: Any, root: Mapping[str, Any]) -> Format:
     """JSON, and what Python has instead of words and plain strings."""
-    definitions = {key: root[key] for key in _DEFINITIONS if key in root}
-    whole = json_schema({**schema, **definitions} if isinstance(schema, Mapping) else schema)
+    whole = json_schema(_moved(schema, root))
     types = allowed_types(schema, root)
     forms = [whole]
     given = schema if isinstance(schema, Mapping) else {}
@@ -72,6 +72,28 @@ def _python_value(schema: Any, root: Mapping[str, Any]) -> Format:
     if "string" in types:
         forms += _single_quoted(given)
     return either(*forms)
+
+
+def _moved(schema: Any, root: Mapping[str, Any]) -> Any:
+    """A part of a schema as one of its own; what it refers to comes with it."""
+    moved = _with_references_into(schema, f"#/$defs/{_ROOT}")
+    if moved == schema:
+        return schema
+    return {**moved, "$defs": {_ROOT: _with_references_into(root, f"#/$defs/{_ROOT}")}}
+
+
+def _with_references_into(schema: Any, place: str) -> Any:
+    """The schema as part of another one, at `place`."""
+    if isinstance(schema, list):
+        return [_with_references_into(part, place) for part in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    return {
+        key: place + value.removeprefix("#")
+        if key == "$ref" and isinstance(value, str)
+        else _with_references_into(value, place)
+        for key, value in schema.items()
+    }
 
 
 def _single_quoted(schema: Mapping[str, Any]) -> list[Format]:
@@ -100,7 +122,7 @@ class _Gemma:
             raise RequestError("the schema is nested too deeply for this format of calls")
         given = schema if isinstance(schema, Mapping) else {}
         if isinstance(given.get("$ref"), str):
-            return self.value(self._target(given["$ref"]), depth + 1)
+            return self.value(target(given["$ref"], self.root), depth + 1)
         for key in ("anyOf", "oneOf"):
             if isinstance(given.get(key), list):
                 return either(*(self.value(part, depth + 1) for part in given[key]))
@@ -138,14 +160,6 @@ class _Gemma:
             return sequence(name, text(":"), self.value(value, depth))
 
         return sequence(text("{"), _pairs(schema, pair, ","), text("}"))
-
-    def _target(self, reference: str) -> Any:
-        found: Any = self.root
-        for key in reference.removeprefix("#").strip("/").split("/"):
-            found = found.get(key) if isinstance(found, Mapping) else None
-        if found is None:
-            raise RequestError(f"{shown(reference)} refers to nothing")
-        return found
 
     def _check(self, schema: Mapping[str, Any], kinds: list[str]) -> None:
         numeric = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}

@@ -6,7 +6,7 @@ Formats are those of xgrammar's structural tags.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -61,7 +61,8 @@ def with_output_grammar(
         return params  # it is the answer's, if there is one
     body = _body(use, form, answer)
     if thinks is not None and form.reasoning_syntax is not None:
-        body = sequence(_reasoning(form.reasoning_syntax, thinks), body)
+        marks = form.tools.markers if use.functions and form.tools is not None else ()
+        body = sequence(_reasoning(form.reasoning_syntax, thinks, marks), body)
     tag = json.dumps({"type": "structural_tag", "format": body}, ensure_ascii=False)
     if len(tag) > MAX_GRAMMAR_LENGTH:
         raise RequestError(
@@ -115,7 +116,8 @@ class _Calls:
             return free
         # What could be taken for calls without an opening does not begin a text.
         opened = sequence(optional(text(syntax.opening)), calls)
-        others = sequence(regex(f"[^\\{syntax.bare}\\s{syntax.opening[0]}]"), free)
+        bare = "".join(f"\\{char}" for char in syntax.bare)
+        others = sequence(regex(f"[^{bare}\\s{syntax.opening[0]}]"), free)
         return optional(either(opened, others))
 
     def _after_opening(self) -> Format:
@@ -201,10 +203,16 @@ def _format_of(grammar: Grammar) -> Format:
     return inner
 
 
-def _reasoning(syntax: ReasoningSyntax, opened: bool) -> Format:
-    """Up to its end; `opened`: it has begun, else there may be none."""
+def _reasoning(syntax: ReasoningSyntax, opened: bool, excluded: Sequence[str]) -> Format:
+    """Up to its end.
+
+    Args:
+        opened: it has begun, else there may be none.
+        excluded: what calls begin with: at the end of reasoning they would be read.
+    """
     begin = text(syntax.begin[0])
-    ended = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": syntax.end[0]}
+    content = {"type": "any_text", "excludes": list(excluded)}
+    ended = {"type": "tag", "begin": "", "content": content, "end": syntax.end[0]}
     following = regex(syntax.following) if syntax.following else text("")
     if opened:  # some models begin it again
         return sequence(optional(begin), ended, following)

@@ -37,7 +37,7 @@ def _types(schema: Any, root: Mapping[str, Any], references: int) -> frozenset[s
         if isinstance(values, list):
             types &= frozenset().union(*map(_types_of, values))
     if references and isinstance(schema.get("$ref"), str):
-        types &= _types(_target(schema["$ref"], root), root, references - 1)
+        types &= _types(target(schema["$ref"], root), root, references - 1)
     for key in ("anyOf", "oneOf"):
         if references and isinstance(schema.get(key), list):
             parts = (_types(part, root, references - 1) for part in schema[key])
@@ -55,7 +55,7 @@ def restricted(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any] | None
             return None
         if _RESTRICTIONS & schema.keys():
             return schema
-        schema = _target(schema["$ref"], root) if isinstance(schema.get("$ref"), str) else None
+        schema = target(schema["$ref"], root) if isinstance(schema.get("$ref"), str) else None
     return None
 
 
@@ -86,10 +86,10 @@ def _bound(schema: Mapping[str, Any], name: str, default: int) -> int:
     return value if isinstance(value, int) else default
 
 
-def _target(reference: str, root: Mapping[str, Any]) -> Any:
+def target(reference: str, root: Mapping[str, Any]) -> Any:
     """What "#/$defs/x" refers to; None: nothing."""
     found: Any = root
-    for key in reference.removeprefix("#").strip("/").split("/"):
+    for key in reference.split("/")[1:]:
         if not isinstance(found, Mapping):
             return None
         found = found.get(key.replace("~1", "/").replace("~0", "~"))
@@ -138,6 +138,9 @@ def _readings(text: str) -> Iterator[tuple[Any, str]]:
     """Values, each with its JSON."""
     with suppress(ValueError, RecursionError):
         yield json.loads(text, parse_constant=_refused), text
+    with suppress(ValueError, RecursionError):  # line breaks in strings
+        value = json.loads(text, parse_constant=_refused, strict=False)
+        yield value, json.dumps(value, ensure_ascii=False)
     word = _WORDS.get(text.lower())
     if word is not None:
         yield json.loads(word), word

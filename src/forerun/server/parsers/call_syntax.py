@@ -32,7 +32,7 @@ class CallSyntax:
     closing: str = ""
     separator: str = ""
     one_each: bool = False
-    bare: str = ""  # what calls without an opening begin with, at the beginning of an answer
+    bare: str = ""  # characters, one of which begins calls without an opening that begin an answer
     style: Style = Style.JSON
     inner: str = ""  # before the first call
     prefix: str = ""  # of the name

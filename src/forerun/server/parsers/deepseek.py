@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from forerun.server.parsers.call_syntax import CallSyntax
 from forerun.server.parsers.marked_calls import MarkedCallParser
+from forerun.server.parsers.scanner import Reading
 
 CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL_BEGIN, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
@@ -20,8 +21,21 @@ SEPARATOR = "<｜tool▁sep｜>"
 FENCE = "```"
 
 
-class DeepSeekV3Parser(MarkedCallParser):
+class DeepSeekParser(MarkedCallParser):
+    """A fence, or its language, may be missing where one belongs, and stand where none does."""
+
     markers = (CALLS_BEGIN, CALL_BEGIN)
+    ends = (FENCE, CALL_END)
+
+    def _before_arguments(self) -> Reading[None]:
+        yield from self._words(self.syntax.begin[1].partition(FENCE)[0])
+        yield from self._spaces()
+        if self._char == FENCE[0]:
+            yield from self._literal(FENCE)
+            yield from self._name("\n{")
+
+
+class DeepSeekV3Parser(DeepSeekParser):
     name_ends = "\n"
     syntax = CallSyntax(
         opening=CALLS_BEGIN,
@@ -33,8 +47,7 @@ class DeepSeekV3Parser(MarkedCallParser):
     )
 
 
-class DeepSeekV31Parser(MarkedCallParser):
-    markers = (CALLS_BEGIN, CALL_BEGIN)
+class DeepSeekV31Parser(DeepSeekParser):
     name_ends = SEPARATOR[0]
     syntax = CallSyntax(
         opening=CALLS_BEGIN,

@@ -42,7 +42,16 @@ class Gemma4Parser(LiteralParser):
             yield from self._consume()
         yield from self._word(word)
         while word == "call:":
-            self._announce((yield from self._name("{")))
-            yield from self._object()
+            self._announce((yield from self._name("{(<")))
+            yield from self._written_arguments()
             self._complete()
             word = yield from self._closing(END, "call:")
+
+    def _written_arguments(self) -> Reading[None]:
+        """An object, or none at all."""
+        if self._char == "{":
+            yield from self._object()
+            return
+        if self._char == "(":
+            yield from self._literal("()")
+        self._argue("{}")

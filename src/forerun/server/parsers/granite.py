@@ -10,10 +10,11 @@ from forerun.server.parsers.object_calls import ObjectCallParser
 from forerun.server.parsers.scanner import Reading
 
 TOKEN = "<|tool_call|>"
+OTHERS = ("<tool_call>", "<function_call>")  # of Granite 3.1 and 20B
 
 
 class GraniteParser(ObjectCallParser):
-    markers = (TOKEN, "<tool_call>", "<function_call>")  # of Granite 3.0, 3.1 and 20B
+    markers = (TOKEN, *OTHERS)
     syntax = CallSyntax(
         opening=TOKEN,
         inner="[",
@@ -21,7 +22,10 @@ class GraniteParser(ObjectCallParser):
         end="}",
         closing="]",
         separator=", ",
+        tolerated=OTHERS,
     )
 
     def _calls(self) -> Reading[None]:
         yield from self._objects()
+        if self._marker == OTHERS[0] and self._char == "<":
+            yield from self._closing(OTHERS[0].replace("<", "</"))

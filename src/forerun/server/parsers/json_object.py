@@ -1,4 +1,8 @@
-"""Strict recognition of JSON, one character at a time (RFC 8259)."""
+"""Recognition of JSON (RFC 8259), one character at a time.
+
+What models write wrongly in a way that leaves no doubt is mended: control characters in strings,
+escapes that JSON lacks, and Python's words.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,9 @@ _SPACES = frozenset(" \t\r\n")
 _ESCAPED = frozenset('"\\/bfnrt')
 _HEX = frozenset("0123456789abcdefABCDEF")
 _BARE = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?|true|false|null")
-_BARE_CHARACTERS = frozenset("-+.0123456789eEtrufalsn")
+_BARE_CHARACTERS = frozenset("-+.0123456789eEtrufalsnTFNo")
+_WORDS = {"True": "true", "False": "false", "None": "null"}  # each as long as JSON's
+_NO_ESCAPE = {"'": "u0027"}  # after a backslash; others stand for themselves and for that
 MAX_DEPTH = 512  # objects and lists within each other
 MAX_BARE = 400  # characters of a number
 
@@ -52,26 +58,35 @@ class JsonScanner:
     def done(self) -> bool:
         return self.expect is Expect.END
 
-    def push(self, char: str) -> None:
-        """
+    def push(self, char: str) -> str:
+        """Returns the JSON of the character, which is another one where it was mended.
+
         Raises:
             Malformed: no JSON object goes on like this.
         """
         if self.expect is Expect.STRING:
-            self._in_string(char)
-        elif self.expect is Expect.BARE and char in _BARE_CHARACTERS:
+            return self._in_string(char)
+        if self.expect is Expect.BARE and char in _BARE_CHARACTERS:
             self._bare += char
             if len(self._bare) > MAX_BARE:
                 raise Malformed
-        else:
-            if self.expect is Expect.BARE:
-                if not _BARE.fullmatch(self._bare):
-                    raise Malformed
-                self.expect = Expect.NEXT
-            if char not in _SPACES:
-                self._outside(char)
+            return self._of_word(char)
+        if self.expect is Expect.BARE:
+            if self._bare not in _WORDS and not _BARE.fullmatch(self._bare):
+                raise Malformed
+            self.expect = Expect.NEXT
+        if char not in _SPACES:
+            self._outside(char)
+        return self._of_word(char) if self.expect is Expect.BARE else char
 
-    def _in_string(self, char: str) -> None:
+    def _of_word(self, char: str) -> str:
+        """The JSON of the last character of a word or a number."""
+        for word, written in _WORDS.items():
+            if word.startswith(self._bare):
+                return written[len(self._bare) - 1]
+        return char
+
+    def _in_string(self, char: str) -> str:
         if self._escape > 1:  # \uXXXX
             if char not in _HEX:
                 raise Malformed
@@ -79,15 +94,16 @@ class JsonScanner:
             if self._escape == 1:
                 self._escape = 0
         elif self._escape:
-            if char != "u" and char not in _ESCAPED:
-                raise Malformed
             self._escape = 5 if char == "u" else 0
+            if char != "u" and char not in _ESCAPED:
+                return _NO_ESCAPE.get(char, "\\" + json.dumps(char, ensure_ascii=False)[1:-1])
         elif char == "\\":
             self._escape = 1
         elif char == '"':
             self.expect = Expect.COLON if self.is_key else Expect.NEXT
         elif char < " ":
-            raise Malformed
+            return json.dumps(char)[1:-1]
+        return char
 
     def _outside(self, char: str) -> None:
         match self.expect:

@@ -110,6 +110,8 @@ class LiteralParser(ToolParser):
     # --- strings --------------------------------------------------------------------------------
 
     def _string(self) -> Reading[None]:
+        if not self._char or self._char not in f"'\"{self.notation.quote[:1]}":
+            raise Malformed
         self._argue('"')
         if self.notation.quote and self._char == self.notation.quote[0]:
             yield from self._literal(self.notation.quote)
@@ -119,7 +121,7 @@ class LiteralParser(ToolParser):
         self._argue('"')
 
     def _quoted(self) -> Reading[None]:
-        """A string as in Python, between one or three quotes."""
+        """A string as in Python, between one or three quotes; either may have line breaks."""
         quote, count = self._char, 0
         while self._char == quote and count < 3:
             count += 1
@@ -129,7 +131,7 @@ class LiteralParser(ToolParser):
         ends = 0
         while ends < count:
             char = self._char
-            if not char or (count == 1 and char == "\n"):
+            if not char:
                 raise Malformed
             if char == quote:
                 ends += 1

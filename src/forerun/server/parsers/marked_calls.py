@@ -16,56 +16,67 @@ class MarkedCallParser(ToolParser):
     """
 
     name_ends: ClassVar[str]  # characters, none of which is in a name
+    begin: ClassVar[str] = ""  # of a call, where it is read more tolerantly than the syntax says
+    ends: ClassVar[tuple[str, ...]] = ()  # of a call; default: the words of the syntax
     other_closings: ClassVar[tuple[str, ...]] = ()  # read as `syntax.closing` is
 
     def _calls(self) -> Reading[None]:
-        closing = self.syntax.closing.strip()
-        first, *others = self.syntax.begin[0].split() or [""]
-        yield from self._words(self.syntax.begin[0].strip().removeprefix(self._marker))
-        while True:
-            last = yield from self._call()
-            if last == closing:
-                return
-            if self.syntax.one_each:
-                yield from self._closing(closing)
-                return
-            if (yield from self._closing(first, closing, *self.other_closings)) != first:
-                return
-            yield from self._words(" ".join(others))
+        word = self._marker
+        while word in self.markers:
+            begin = self.begin or self.syntax.begin[0].strip()
+            yield from self._words(begin.removeprefix(word))
+            word = yield from self._call()
+            if word not in (*self.markers, *self._closings, ""):
+                word = yield from self._closing(*self.markers, *self._closings)
+            self._raw = [word] if word in self.markers else []
+
+    @property
+    def _closings(self) -> tuple[str, ...]:
+        return (self.syntax.closing.strip(), *self.other_closings)
 
     def _call(self) -> Reading[str]:
-        """A call from its name on, with its end.
+        """A call from its name on, with its end, or with what follows where that is missing.
 
         Returns:
-            What was read last.
+            What was read last; "" where the text has ended.
         """
         yield from self._spaces()
         name = yield from self._name(self.name_ends)
-        yield from self._words(self.syntax.begin[1])
+        yield from self._before_arguments()
         self._announce(self._function(name))
         return (yield from self._written_arguments())
+
+    def _before_arguments(self) -> Reading[None]:
+        """What stands between a name and its arguments."""
+        yield from self._words(self.syntax.begin[1])
 
     def _function(self, name: str) -> str:
         """The function that a name stands for."""
         return name
 
     def _written_arguments(self) -> Reading[str]:
-        """The arguments of the announced call with what ends the call.
+        """The arguments of the announced call with what ends the call, of which any word may be
+        missing where what follows it is there.
 
         Returns:
-            What was read last.
+            What was read last; "" where the text has ended.
 
         Raises:
             Malformed: something else.
         """
+        ends = self.ends or tuple(self.syntax.end.split())
         yield from self._spaces()
-        if self._char and self.syntax.end.strip().startswith(self._char):  # none
+        if self._char and any(end.startswith(self._char) for end in ends):  # none
             self._argue("{}")
             self._complete()
         else:
             yield from self._arguments()
-        yield from self._ending(self.syntax.end)
-        return self.syntax.end
+        word = ""
+        while ends:
+            word = yield from self._closing(*ends, *self.markers, *self._closings)
+            self._raw = []
+            ends = ends[ends.index(word) + 1 :] if word in ends else ()
+        return word
 
     def _words(self, text: str) -> Reading[None]:
         """The words of `text`, with any spaces before each.
@@ -76,13 +87,3 @@ class MarkedCallParser(ToolParser):
         for word in text.split():
             yield from self._spaces()
             yield from self._literal(word)
-
-    def _ending(self, text: str) -> Reading[None]:
-        """The words of `text` after a complete call; they are not missed where the text ends.
-
-        Raises:
-            Malformed: something else.
-        """
-        for word in text.split():
-            yield from self._closing(word)
-            self._raw = []

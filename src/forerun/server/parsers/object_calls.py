@@ -12,6 +12,8 @@ class ObjectCallParser(ToolParser):
     def _objects(self) -> Reading[None]:
         """Calls one after another, or a list of them. A list may end before its bracket.
 
+        A malformed one in a list is text; the others are calls.
+
         Raises:
             Malformed: something else.
         """
@@ -23,11 +25,8 @@ class ObjectCallParser(ToolParser):
                 yield from self._object()
                 yield from self._spaces()
             return
-        word = yield from self._literal("[")
-        while word in ("[", ","):
-            yield from self._spaces()
-            yield from self._object()
-            word = yield from self._closing(",", "]")
+        yield from self._literal("[")
+        yield from self._siblings(self._object)
 
     def _object(self) -> Reading[None]:
         """One call.
@@ -35,10 +34,12 @@ class ObjectCallParser(ToolParser):
         Raises:
             Malformed: something else.
         """
-        call = CallObject()
+        call = CallObject(tolerant=bool(self._marker))
         while not call.done:
             if not self._char:
                 raise Malformed
+            if self._char in "<]" and call.lacks_brace:
+                break
             call.push(self._char)
             if call.name is not None and self._announced is None:
                 self._announce(call.name)

@@ -63,12 +63,7 @@ class Llama4Parser(PythonCallParser):
 
     def _calls(self) -> Reading[None]:
         yield from self._word("[")
-        word = ","
-        while word == ",":
-            yield from self._spaces()
-            yield from self._python_call()
-            self._raw = []
-            word = yield from self._closing(",", "]")
+        yield from self._siblings(self._python_call)
         self._raw = []
         yield from self._spaces()
         if self._char == END[0]:
@@ -90,13 +85,14 @@ class Olmo3Parser(PythonCallParser):
 
     def _calls(self) -> Reading[None]:
         """Commas and brackets as in a list of Python are passed over."""
+        found = False
         yield from self._passed_over()
-        while True:
-            yield from self._python_call()
-            self._raw = []
+        while self._char and self._char != CALLS_END[0]:
+            if (yield from self._sibling(self._python_call())):
+                self._raw, found = [], True
             yield from self._passed_over()
-            if not self._char or self._char == CALLS_END[0]:
-                break
+        if not found:
+            raise Malformed
         yield from self._closing(CALLS_END)
 
     def _passed_over(self) -> Reading[None]:

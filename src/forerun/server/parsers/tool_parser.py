@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar
 
+from forerun.server.parsers.brackets import Brackets
 from forerun.server.parsers.call_syntax import CallSyntax
 from forerun.server.parsers.events import Arguments, CallBroken, CallEnd, CallStart, Text
 from forerun.server.parsers.json_object import JsonScanner, Malformed
@@ -62,7 +63,7 @@ class ToolParser(Scanner):
             return ""
         yield from self._spaces()
         held, self._raw = "".join(self._raw), []
-        if self._char != bare:
+        if not self._char or self._char not in bare:
             return held
         self._raw = [held]
         return (yield from self._guarded(self._calls()))
@@ -83,15 +84,73 @@ class ToolParser(Scanner):
             yield from calls
             return ""
         except Malformed:
-            if self._announced is not None:
-                self._events.append(CallBroken(cut=not self._char))
-            self._announced = None
+            self._break()
             beginnings = {marker[:n] for marker in self.markers for n in range(1, len(marker))}
             text = split_before("".join(self._raw), beginnings)[0].rstrip(" \t\r\n")
             held = "".join(self._raw)[len(text) :]
             self._emit(Text, text, self._at - len(held))
             self._raw = []
             return held
+
+    def _sibling(self, call: Reading[None]) -> Reading[bool]:
+        """Reads one of several calls; what is malformed becomes text, up to its outer bracket.
+
+        Returns:
+            Whether it is a call.
+
+        Raises:
+            Malformed: it has no bracket, or a mark may begin in it.
+        """
+        begin = len(self._raw)
+        try:
+            yield from call
+            return True
+        except Malformed:
+            brackets = Brackets()
+            for char in "".join(self._raw[begin:]):
+                brackets.push(char)
+            if not brackets.depth:
+                raise
+            self._break()
+        while self._char and brackets.depth:
+            if self._char == "<" and not brackets.quote:
+                raise Malformed
+            brackets.push(self._char)
+            yield from self._consume()
+            self._flush()
+        self._flush()
+        return False
+
+    def _siblings(self, call: Callable[[], Reading[None]], closing: str = "]") -> Reading[None]:
+        """Calls with commas between them up to `closing`, which may be missing at the end.
+
+        Raises:
+            Malformed: something else.
+        """
+        word, found = ",", False
+        while word == ",":
+            yield from self._spaces()
+            if found and self._char == closing:  # after a comma
+                yield from self._consume()
+                break
+            if is_call := (yield from self._sibling(call())):
+                self._raw, found = [], True
+            word = yield from self._closing(",", closing, missing=found)
+            self._raw = [] if is_call else self._raw
+        if not found:
+            raise Malformed
+        self._raw = []
+
+    def _break(self) -> None:
+        """The announced call, if there is one, is malformed."""
+        if self._announced is not None:
+            self._events.append(CallBroken(cut=not self._char))
+        self._announced = None
+
+    def _flush(self) -> None:
+        """What was consumed is text."""
+        self._emit(Text, "".join(self._raw))
+        self._raw = []
 
     # --- pieces of formats ----------------------------------------------------------------------
 
@@ -169,8 +228,11 @@ class ToolParser(Scanner):
                 yield from self._consume()
         raise Malformed
 
-    def _closing(self, *words: str) -> Reading[str]:
+    def _closing(self, *words: str, missing: bool = True) -> Reading[str]:
         """What closes a complete call, after spaces. It is not missed where the text ends.
+
+        Args:
+            missing: whether it may be missing there.
 
         Returns:
             The word that was read; "" where the text has ended.
@@ -182,7 +244,7 @@ class ToolParser(Scanner):
         try:
             return (yield from self._literal(*words))
         except Malformed:
-            if self._char:
+            if self._char or not missing:
                 raise
             self._raw = []
             return ""
@@ -195,11 +257,9 @@ class ToolParser(Scanner):
         """
         scanner = JsonScanner()
         while not scanner.done:
-            char = self._char
-            if not char:
+            if not self._char:
                 raise Malformed
-            scanner.push(char)
-            self._argue(char)
+            self._argue(scanner.push(self._char))
             yield from self._consume()
         self._complete()
 

@@ -46,11 +46,14 @@ _GLM_CALL = re.compile(r"<tool_call>[\w.-]+(\n|<)")
 
 @dataclass(frozen=True)
 class XmlSyntax:
-    """How an argument is written: `key[0] name key[1] value[0] value value[1]`."""
+    """How an argument is written: `key[0] name key[1] value[0] value value[1]`.
+
+    The last part is missing at times; a mark on the next line ends a value, too.
+    """
 
     key: tuple[str, str]
     value: tuple[str, str]
-    lines: bool = False  # values are lines of their own; the next line's mark ends one, too
+    lines: bool = False  # values are lines of their own
 
 
 class XmlCallParser(MarkedCallParser):
@@ -62,7 +65,7 @@ class XmlCallParser(MarkedCallParser):
         keys: set[str] = set()
         word = yield from self._mark(begin, *ends)
         while word == begin:
-            key = yield from self._name(self.xml.key[1][0])
+            key = _unquoted((yield from self._name(self.xml.key[1][0])))
             yield from self._literal(self.xml.key[1])
             if key in keys:
                 raise Malformed
@@ -71,14 +74,25 @@ class XmlCallParser(MarkedCallParser):
             yield from self._word(self.xml.value[0])
             word = yield from self._value(key, begin, *ends)
             if word == self.xml.value[1]:
-                word = yield from self._mark(begin, *ends)
+                word = yield from self._mark(begin, *ends, *self.markers)
         self._argue("}" if keys else "{}")
         self._complete()
         return word
 
+    def _before_arguments(self) -> Reading[None]:
+        yield from self._words(self.syntax.begin[1].strip().removeprefix('"'))
+
+    def _function(self, name: str) -> str:
+        return _unquoted(name)
+
     def _mark(self, *words: str) -> Reading[str]:
-        yield from self._spaces()
-        return (yield from self._literal(*words))
+        """One of `words`. Ends of values, with no value before them, are passed over."""
+        end = self.xml.value[1]
+        word = end
+        while word == end:
+            yield from self._spaces()
+            word = yield from self._literal(*words, end)
+        return word
 
     def _value(self, key: str, *following: str) -> Reading[str]:
         """A value, emitted as it comes where it can only be a string.
@@ -91,7 +105,7 @@ class XmlCallParser(MarkedCallParser):
         schema = property_schema(root, key)
         types, asked = allowed_types(schema, root), restricted(schema, root)
         end = self.xml.value[1]
-        words = (end, *(f"\n{word}" for word in (end, *following))) if self.xml.lines else (end,)
+        words = (end, *(f"\n{word}" for word in (end, *following)))
         line = ""
         if self.xml.lines and self._char == "\n":
             line = "\n"
@@ -99,14 +113,18 @@ class XmlCallParser(MarkedCallParser):
         if types == {STRING} and asked is None:
             self._argue('"')
             word = yield from self._until(words, lambda text: self._argue(escaped(text)))
-            self._argue('"')
+            self._argue(escaped(self._last_break(word)) + '"')
         else:
             text, word = yield from self._whole_value(words)
+            text += self._last_break(word)
             if asked is not None and STRING in types:
-                raw = line + text + word.removesuffix(word.lstrip())
-                text = fitting(text, raw, asked)
+                text = fitting(text, line + text + word.removesuffix(word.lstrip()), asked)
             self._argue(typed(text, types))
         return word.removeprefix("\n")
+
+    def _last_break(self, word: str) -> str:
+        """The line break before what ended a value, where it is part of that."""
+        return "\n" if not self.xml.lines and word == f"\n{self.xml.value[1]}" else ""
 
     def _whole_value(self, words: tuple[str, ...]) -> Reading[tuple[str, str]]:
         """A value, and which of `words` ended it: not one in a string of JSON."""
@@ -118,7 +136,13 @@ class XmlCallParser(MarkedCallParser):
         return text, word
 
 
+def _unquoted(name: str) -> str:
+    return name[1:-1] if name[:1] in ("'", '"') and name[-1:] == name[:1] else name
+
+
 class Qwen3CoderParser(XmlCallParser):
+    """Any mark around a function may be missing."""
+
     markers = ("<tool_call>", "<function=")  # the model leaves out the first one at times
     name_ends = ">"
     xml = XmlSyntax(("<parameter=", ">"), ("", "</parameter>"), lines=True)
@@ -132,17 +156,6 @@ class Qwen3CoderParser(XmlCallParser):
         style=Style.QWEN_XML,
         tolerated=("<function=",),
     )
-
-    def _calls(self) -> Reading[None]:
-        """Any mark around a function may be missing."""
-        opening, function = self.markers
-        word = self._marker
-        while word in self.markers:
-            if word == opening:
-                yield from self._words(function)
-            word = yield from self._call()
-            if word != self.syntax.closing:
-                word = yield from self._closing(self.syntax.closing, *self.markers)
 
 
 class GlmParser(XmlCallParser):
@@ -175,9 +188,12 @@ class Glm45Parser(GlmParser):
 
 
 class MiniMaxM2Parser(XmlCallParser):
+    """Names may have quotes of either kind, or none."""
+
     markers = ("<minimax:tool_call>", "<invoke")
-    name_ends = '"'
-    xml = XmlSyntax(('<parameter name="', '">'), ("", "</parameter>"))
+    begin = "<invoke name="
+    name_ends = ">"
+    xml = XmlSyntax(("<parameter name=", ">"), ("", "</parameter>"))
     syntax = CallSyntax(
         opening="<minimax:tool_call>",
         begin=('\n<invoke name="', '">\n'),
