@@ -18,28 +18,35 @@ from forerun.server.parsers.scanner import Reading
 CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL_BEGIN, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 SEPARATOR = "<｜tool▁sep｜>"
+KIND = "function"  # of a call in the first form
 FENCE = "```"
 
 
 class DeepSeekParser(MarkedCallParser):
-    """A fence, or its language, may be missing where one belongs, and stand where none does."""
+    """Reads both forms, with or without a fence."""
 
     markers = (CALLS_BEGIN, CALL_BEGIN)
+    begin = CALL_BEGIN
     ends = (FENCE, CALL_END)
+    name_ends = SEPARATOR[0]
 
-    def _before_arguments(self) -> Reading[None]:
-        yield from self._words(self.syntax.begin[1].partition(FENCE)[0])
+    def _call_name(self) -> Reading[str]:
+        name = yield from self._name(self.name_ends)
+        yield from self._literal(SEPARATOR)
         yield from self._spaces()
+        if name == KIND and self._char and self._char not in f"{{{FENCE[0]}{CALL_END[0]}":
+            name = yield from self._name("\n{")
+            yield from self._spaces()
         if self._char == FENCE[0]:
             yield from self._literal(FENCE)
             yield from self._name("\n{")
+        return name
 
 
 class DeepSeekV3Parser(DeepSeekParser):
-    name_ends = "\n"
     syntax = CallSyntax(
         opening=CALLS_BEGIN,
-        begin=(f"{CALL_BEGIN}function{SEPARATOR}", f"\n{FENCE}json\n"),
+        begin=(f"{CALL_BEGIN}{KIND}{SEPARATOR}", f"\n{FENCE}json\n"),
         end=f"\n{FENCE}{CALL_END}",
         closing=CALLS_END,
         tolerated=(CALL_BEGIN,),
@@ -48,7 +55,6 @@ class DeepSeekV3Parser(DeepSeekParser):
 
 
 class DeepSeekV31Parser(DeepSeekParser):
-    name_ends = SEPARATOR[0]
     syntax = CallSyntax(
         opening=CALLS_BEGIN,
         begin=(CALL_BEGIN, SEPARATOR),

@@ -35,4 +35,6 @@ class KimiK2Parser(MarkedCallParser):
 
     def _function(self, name: str) -> str:
         known, _, number = name.rpartition(":")
-        return (known if number.isdecimal() else name).removeprefix(_PREFIX)
+        names = [known, name] if number.isdecimal() else [name]
+        bare = [each.removeprefix(_PREFIX) for each in names]
+        return next((each for each in [*bare, *names] if each in self._functions), bare[0])

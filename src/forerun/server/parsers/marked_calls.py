@@ -41,14 +41,14 @@ class MarkedCallParser(ToolParser):
             What was read last; "" where the text has ended.
         """
         yield from self._spaces()
-        name = yield from self._name(self.name_ends)
-        yield from self._before_arguments()
-        self._announce(self._function(name))
+        self._announce(self._function((yield from self._call_name())))
         return (yield from self._written_arguments())
 
-    def _before_arguments(self) -> Reading[None]:
-        """What stands between a name and its arguments."""
+    def _call_name(self) -> Reading[str]:
+        """A call's name, with what stands between that and the arguments."""
+        name = yield from self._name(self.name_ends)
         yield from self._words(self.syntax.begin[1])
+        return name
 
     def _function(self, name: str) -> str:
         """The function that a name stands for."""

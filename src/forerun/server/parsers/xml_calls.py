@@ -38,6 +38,7 @@ from forerun.server.parsers.argument_values import (
 from forerun.server.parsers.call_syntax import CallSyntax, Style
 from forerun.server.parsers.json_object import Malformed
 from forerun.server.parsers.marked_calls import MarkedCallParser
+from forerun.server.parsers.object_calls import ObjectCallParser
 from forerun.server.parsers.scanner import Reading
 from forerun.server.parsers.tool_parser import ToolParser
 
@@ -56,7 +57,7 @@ class XmlSyntax:
     lines: bool = False  # values are lines of their own
 
 
-class XmlCallParser(MarkedCallParser):
+class XmlCallParser(MarkedCallParser, ObjectCallParser):
     xml: ClassVar[XmlSyntax]
 
     def _written_arguments(self) -> Reading[str]:
@@ -79,8 +80,18 @@ class XmlCallParser(MarkedCallParser):
         self._complete()
         return word
 
-    def _before_arguments(self) -> Reading[None]:
+    def _calls(self) -> Reading[None]:
+        yield from self._spaces()
+        if self._marker != self.syntax.opening or self._char != "{":
+            yield from super()._calls()
+            return
+        yield from self._objects()  # as Hermes' models call
+        yield from self._closing(self.syntax.closing.strip())
+
+    def _call_name(self) -> Reading[str]:
+        name = yield from self._name(self.name_ends)
         yield from self._words(self.syntax.begin[1].strip().removeprefix('"'))
+        return name
 
     def _function(self, name: str) -> str:
         return _unquoted(name)
