@@ -524,6 +524,26 @@ def test_tokens_of_reasoning_are_counted(family: Family) -> None:
         assert details.reasoning_tokens == len(family.tokenizer(marks)["input_ids"])
 
 
+SIBLINGS = [
+    ("llama-4", "[now(), rain(x=[1, 2]), now()]", "rain(x=[1, 2])"),
+    ("olmo-3", "</think><function_calls>now()\nrain(1)\nnow()</function_calls>", "rain(1)"),
+    (
+        "granite",
+        '<|tool_call|>[{"name": "now"}, {"name": "rain", "arguments": {}}, {"name": "now"}]',
+        '{"name": "rain", "arguments": {}}',
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "answer", "malformed"), SIBLINGS)
+def test_calls_beside_a_malformed_one_are_calls(name: str, answer: str, malformed: str) -> None:
+    for stream in (False, True):
+        scripted = Scripted(FAMILIES[name].tokenizer, answer)
+        got = scripted.chat(messages=ASK, tools=TOOLS, stream=stream)
+        text, _, calls, finish = parsed(got, stream)
+        assert (text, calls, finish) == (malformed, [("now", {}), ("now", {})], "tool_calls")
+
+
 def test_truncated_calls_are_broken_alike_whole_and_streamed() -> None:
     """Whatever the length, nothing that was announced is taken back."""
     for family in FAMILIES.values():
