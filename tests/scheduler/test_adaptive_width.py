@@ -257,6 +257,90 @@ def test_an_outlier_of_the_measurement_is_corrected(wrong: int) -> None:
     assert policy.chosen[16] + policy.chosen[8] == 100
 
 
+def test_costs_of_all_widths_follow_a_machine_that_slows_down() -> None:
+    """Plain steps take five times as long as at start, and then twice as long."""
+    policy = AdaptiveWidth(WIDTHS, COSTS)
+    ratios = [cost / COSTS[16][0] for cost in COSTS[16]]
+    for seconds in (COSTS[16][0], 5 * COSTS[16][0], 2 * COSTS[16][0]):
+        for _ in range(100):
+            policy.record_step_time(16, WidthChoice(1), seconds)
+        assert policy.costs[16] == pytest.approx([r * seconds for r in ratios], rel=0.01)
+    assert policy.costs[8] == COSTS[8]
+
+
+def test_a_width_that_has_run_follows_plain_steps_once_they_are_known() -> None:
+    """The first plain steps show that their own measurement was too low, no more."""
+    policy = AdaptiveWidth(WIDTHS, {1: [0.5, 1.8, 2.0, 2.2]})
+    for _ in range(30):
+        policy.record_step_time(1, WidthChoice(4), 2.0)
+    wide = policy.costs[1][1]
+    assert wide == pytest.approx(2.0, rel=0.02)
+    for _ in range(10):
+        policy.record_step_time(1, WidthChoice(1), 1.0)
+    assert policy.costs[1][1] == wide
+    for _ in range(60):
+        policy.record_step_time(1, WidthChoice(1), 1.0)
+    before = policy.costs[1][1] / policy.costs[1][0]
+    for _ in range(60):
+        policy.record_step_time(1, WidthChoice(1), 3.0)
+    assert policy.costs[1][1] / policy.costs[1][0] == pytest.approx(before)
+    assert policy.costs[1][0] == pytest.approx(3.0, rel=0.02)
+
+
+def test_costs_do_not_drift_where_some_widths_never_run() -> None:
+    """Plain steps are slower after drafts than after others."""
+    policy = AdaptiveWidth(WIDTHS, {1: [1.0, 2.0, 3.0, 5.0]})
+    for step in range(20000):
+        width, seconds = (4, 2.0) if step % 20 == 0 else (1, 1.3 if step % 20 == 1 else 1.0)
+        policy.record_step_time(1, WidthChoice(width), seconds)
+    assert policy.costs[1] == pytest.approx([1.0, 2.0, 3.0, 5.0], rel=0.05)
+
+
+def test_widths_that_have_not_run_follow_the_first_that_has() -> None:
+    """Drafts are half as costly as measured; the wider ones need not be tried to know that."""
+    policy = AdaptiveWidth(WIDTHS, {1: [1.0, 4.0, 6.0, 10.0]})
+    for _ in range(40):
+        policy.record_step_time(1, WidthChoice(4), 2.0)
+    assert policy.costs[1] == pytest.approx([1.0, 2.0, 3.0, 5.0], rel=0.02)
+    policy.record_step_time(1, WidthChoice(8), 1.5)
+    for _ in range(40):
+        policy.record_step_time(1, WidthChoice(8), 1.5)
+    narrow, wide = policy.costs[1][1:3]
+    assert narrow <= wide  # no wider step is cheaper
+
+
+# Milliseconds of the bundled pair on two cores that other programs share, and as they were measured
+# at start, when nothing else ran: no more than W plain steps.
+SHARED = {1: [1.1, 2.4, 2.4, 3.5, 7.0], 4: [6.5, 9.0, 16.4, 24.0, 47.0], 16: [18, 35, 64, 112, 180]}
+ALONE = {
+    1: [0.7, 1.4, 2.3, 2.7, 4.5],
+    4: [0.8, 1.6, 3.2, 6.4, 12.9],
+    16: [3.4, 6.8, 13.6, 27.2, 54.4],
+}
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.15, 0.5])
+@pytest.mark.parametrize("batch", sorted(SHARED))
+def test_a_machine_that_others_share_is_no_slower_than_plain_steps(batch: int, rate: float) -> None:
+    """From the first step on, 128 tokens a request, with drafts that do not pay."""
+    policy, rng = AdaptiveWidth(verify_widths(16, True), ALONE), random.Random(0)
+    tokens = seconds = 0.0
+    for _ in range(40 // batch + 4):
+        requests = [request() for _ in range(batch)]
+        for _ in range(128):
+            width = int(policy.choose(requests).width)
+            cost = SHARED[batch][policy.widths.index(width)]
+            accepted = [0] * batch
+            for i in range(batch):
+                while accepted[i] < width - 1 and rng.random() < rate:
+                    accepted[i] += 1
+            outcomes = zip(requests, accepted, strict=True)
+            policy.record_outcomes([VerifyOutcome(r, width - 1, n) for r, n in outcomes])
+            policy.record_step_time(batch, WidthChoice(width), cost * rng.gauss(1.0, 0.1))
+            tokens, seconds = tokens + batch + sum(accepted), seconds + cost
+    assert tokens / seconds > 0.98 * batch / SHARED[batch][0]
+
+
 def test_a_single_outlier_does_not_change_a_cost() -> None:
     policy = AdaptiveWidth(WIDTHS, COSTS)
     for _ in range(5):
