@@ -214,8 +214,6 @@ class ThroughputPolicy(WidthPolicy):
             granted += NEW_REQUEST_SHARE * min(requests[0].params.max_new_tokens, NEW_REQUEST_STEPS)
         self._exploration_budget += granted * plain.seconds
         loss = 1 - explored.throughput / plain.throughput  # expected, of the time of the step
-        if self.costs.is_guess(len(requests), explored.width):
-            loss = 0.0  # not known; one step will tell
         cost = explored.seconds * max(loss, MIN_EXPLORATION_COST)
         if not self._paid_off and self._exploration_budget < cost:
             return False

@@ -1,19 +1,4 @@
-"""Seconds of a decode step by batch size and width: measured at start, corrected while running.
-
-What slows a machine, as other programs do, slows steps of every width. If each step corrected its
-own width's cost only, drafts would look cheaper the slower the machine becomes while plain steps
-run, and each width would have to be tried to find out. So
-
-- of widths that have never run at a batch size, only the ratios of the measurement are believed:
-  they cost as much more or less than the next width that has run as they did at start; where that
-  differs for the next narrower and the next wider one, the lower cost, since one step will correct
-  what is too low, and none what is too high;
-- plain steps correct all widths by the factor by which they correct their own. Not the first
-  `SETTLED` of them: those correct a measurement rather than follow the machine.
-
-Steps with drafts never correct the cost of plain steps: drafts that cost more than was measured
-would seem to pay.
-"""
+"""Seconds of a decode step by batch size and width: measured at start, corrected while running."""
 
 from __future__ import annotations
 
@@ -21,7 +6,6 @@ import bisect
 from collections.abc import Mapping, Sequence
 
 COST_WEIGHT = 0.1  # of the newest step in the moving average of a cost
-SETTLED = 10  # plain steps
 FASTER_WEIGHT = 4.0  # times (1 - ratio): larger weight of steps faster than expected
 OUTLIER_RATIO = 1.25  # a single step this much slower than expected is ignored
 
@@ -44,13 +28,10 @@ class StepCosts:
         """
         self._widths = tuple(widths)
         self._batch_sizes = sorted(measured)
-        self._measured = [self._bounded(measured[size]) for size in self._batch_sizes]
-        self._costs = [list(costs) for costs in self._measured]
+        self._costs = [self._bounded(measured[size]) for size in self._batch_sizes]
         self._drafting = {w: sorted(of.items()) for w, of in sorted((drafting or {}).items())}
         # (index into the batch sizes, width) -> whether the last step there was an outlier
         self._slow: dict[tuple[int, float], bool] = {}
-        # By batch size: how many steps of each width have run.
-        self._counts = [[0] * len(self._widths) for _ in self._batch_sizes]
 
     def __getitem__(self, batch_size: int) -> list[float]:
         """Seconds of a step for every width.
@@ -103,12 +84,6 @@ class StepCosts:
         """Seconds of drafts by their number for a request + 1, and by the number of requests."""
         return {width: dict(known) for width, known in self._drafting.items()}
 
-    def is_guess(self, batch_size: int, width: float) -> bool:
-        """Whether plain steps have told their cost at this batch size, and this width never has."""
-        i, rows = self._widths.index(width), self._nearest_rows(batch_size)
-        counts = [self._counts[row] for row in rows]
-        return all(of[0] >= SETTLED for of in counts) and not all(of[i] for of in counts)
-
     def record(self, batch_size: int, width: float, seconds: float) -> None:
         """Corrects the table by the time of one step."""
         i = self._widths.index(width)
@@ -117,36 +92,8 @@ class StepCosts:
         weight = max(COST_WEIGHT, FASTER_WEIGHT * (1 - ratio)) if ratio > 0.875 else 0.5
         if self._is_outlier(batch_size, width, ratio):
             return
-        for row in self._nearest_rows(batch_size):
-            first = 1 / (2 + self._counts[row][i])  # the mean, until there are many
-            self._correct(row, i, 1 + max(weight, first) * (ratio - 1))
-
-    def _correct(self, row: int, i: int, factor: float) -> None:
-        """Corrects the cost of width i by a factor, and those that follow it."""
-        costs, counts = self._costs[row], self._counts[row]
-        follows = i == 0 and counts[0] >= SETTLED
-        costs[i] *= factor
-        counts[i] += 1
-        known = [0, *(j for j in range(1, len(costs)) if counts[j])]
-        for j in known[1:]:
-            if follows:
-                costs[j] *= factor
-            elif 0 < i < j:  # no wider step is cheaper, and the newest cost is believed
-                costs[j] = max(costs[j], costs[i])
-            elif j < i:
-                costs[j] = min(costs[j], costs[i])
-        if len(known) < len(costs):
-            self._infer(row, known)
-
-    def _infer(self, row: int, known: Sequence[int]) -> None:
-        """Sets the costs of the widths that have never run by those that have."""
-        costs, measured = self._costs[row], self._measured[row]
-        ratios = [costs[j] / measured[j] for j in known]
-        for at, j in enumerate(known):
-            end = known[at + 1] if at + 1 < len(known) else len(costs)
-            lower = min(ratios[at : at + 2])
-            for other in range(j + 1, end):
-                costs[other] = max(measured[other] * lower, costs[j])
+        for costs in self._nearest(batch_size):
+            costs[i] *= 1 + weight * (ratio - 1)
 
     def _bounded(self, measured: Sequence[float]) -> list[float]:
         """Limits outliers of the measurement, after which a width would never be chosen again.
@@ -161,13 +108,10 @@ class StepCosts:
 
     def _nearest(self, batch_size: int) -> list[list[float]]:
         """The measured costs of this batch size, or of the next smaller and the next larger one."""
-        return [self._costs[row] for row in self._nearest_rows(batch_size)]
-
-    def _nearest_rows(self, batch_size: int) -> range:
         sizes = self._batch_sizes
         at = bisect.bisect_left(sizes, batch_size)
         exact = at < len(sizes) and sizes[at] == batch_size
-        return range(max(at - (not exact), 0), min(at + 1, len(sizes)))
+        return self._costs[max(at - (not exact), 0) : at + 1]
 
     def _is_outlier(self, batch_size: int, width: float, ratio: float) -> bool:
         """Much slower than expected, and the step before it at this size and width was not."""
