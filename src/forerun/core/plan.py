@@ -30,7 +30,6 @@ class Limits:
     max_pending_observe: int = 0  # plain steps per request whose observe may be deferred
     window: int = 0  # K/V positions that windowed pools keep behind a token; 0: no such pools
     ragged: bool = False  # the tokens of a verify pass are divided among its requests on the device
-
     cuts_drafts: bool = False  # a step may make fewer than K drafts, for all of its requests
 
     def verify_shape(self, requests: int, width: float, most: int | None = None) -> tuple[int, int]:

@@ -43,29 +43,32 @@ _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SCHEMAS = ("items", "additionalProperties", "unevaluatedProperties", "propertyNames")
 
 
-def exact_schema(schema: Any, path: str = "#") -> Any:
+def exact_schema(schema: Any, path: str = "#", root: Mapping[str, Any] | None = None) -> Any:
     """The schema as the compiler is to get it; at most `MAX_JSON_DEPTH` levels.
 
+    `root`: what references are relative to; none: the schema itself.
+
     Raises:
-        RequestError: a keyword would be ignored.
+        RequestError: a keyword would be ignored, or a reference leads to no schema.
     """
     if not isinstance(schema, Mapping):
         return schema
-    for problem in _problems(schema):
+    root = schema if root is None else root
+    for problem in (*_problems(schema), *_problems_of_reference(schema, root)):
         raise RequestError(f"json_schema at {shown(path)[1:-1]}: {problem}.")
-    if path == "#":
-        _check_references(schema, schema, path)
     exact = dict(schema)
     for key in exact.keys() & {*_SCHEMAS}:
-        exact[key] = exact_schema(exact[key], f"{path}/{key}")
+        exact[key] = exact_schema(exact[key], f"{path}/{key}", root)
     for key in exact.keys() & {*_LISTS}:
         if isinstance(exact[key], list):
             parts = enumerate(exact[key])
-            exact[key] = [exact_schema(part, f"{path}/{key}/{i}") for i, part in parts]
+            exact[key] = [exact_schema(part, f"{path}/{key}/{i}", root) for i, part in parts]
     for key in exact.keys() & {*_OF_SCHEMAS}:
         if isinstance(exact[key], Mapping):
-            named = exact[key].items()
-            exact[key] = {name: exact_schema(part, f"{path}/{key}/{name}") for name, part in named}
+            exact[key] = {
+                name: exact_schema(part, f"{path}/{key}/{name}", root)
+                for name, part in exact[key].items()
+            }
     return _with_length_pattern(_with_small_counts(exact))
 
 
@@ -79,47 +82,34 @@ def _with_small_counts(schema: dict[str, Any]) -> dict[str, Any]:
     return schema
 
 
-def _check_references(schema: Any, root: Mapping[str, Any], path: str) -> None:
-    """
-    Raises:
-        RequestError: one of them leads to no schema.
-    """
-    if not isinstance(schema, Mapping):
+def _problems_of_reference(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with its reference, and with those that this leads to."""
+    met: list[Any] = []
+    while "$ref" in schema:
+        reference = schema["$ref"]
+        if not isinstance(reference, str):
+            yield f"$ref must be a text, got {shown(reference)}"
+        elif reference in met:
+            yield f"$ref {shown(reference)} refers to itself"
+        elif reference != "#" and not reference.startswith("#/"):
+            yield f"$ref must be '#' or begin with '#/', got {shown(reference)}"
+        elif "~" in reference:
+            yield f"$ref {shown(reference)} has an escape; rename what it refers to"
+        elif not isinstance(found := _at(root, reference), Mapping | bool):
+            yield f"$ref {shown(reference)} refers to nothing"
+        elif not isinstance(found, bool):
+            met.append(reference)
+            schema = found
+            continue
         return
-    if "$ref" in schema and (problem := _of_reference(schema["$ref"], root)):
-        raise RequestError(f"json_schema at {shown(path)[1:-1]}: {problem}.")
-    for key in schema.keys() & {*_SCHEMAS}:
-        _check_references(schema[key], root, f"{path}/{key}")
-    for key in schema.keys() & {*_LISTS}:
-        if isinstance(schema[key], list):
-            for at, part in enumerate(schema[key]):
-                _check_references(part, root, f"{path}/{key}/{at}")
-    for key in schema.keys() & {*_OF_SCHEMAS}:
-        if isinstance(schema[key], Mapping):
-            for name, part in schema[key].items():
-                _check_references(part, root, f"{path}/{key}/{name}")
 
 
-def _of_reference(reference: Any, root: Mapping[str, Any]) -> str:
-    """What is wrong with a reference; "": nothing."""
-    met: list[str] = []
-    while isinstance(reference, str) and reference not in met:
-        if reference != "#" and not reference.startswith("#/"):
-            return f"$ref must be '#' or begin with '#/', got {shown(reference)}"
-        if "~" in reference:
-            return f"$ref {shown(reference)} has an escape; rename what it refers to"
-        met.append(reference)
-        found: Any = root
-        for key in reference.split("/")[1:]:
-            found = found.get(key) if isinstance(found, Mapping) else None
-        if not isinstance(found, Mapping | bool):
-            return f"$ref {shown(reference)} refers to nothing"
-        if isinstance(found, bool) or "$ref" not in found:
-            return ""
-        reference = found["$ref"]
-    if isinstance(reference, str):
-        return f"$ref {shown(reference)} refers to itself"
-    return f"$ref must be a text, got {shown(reference)}"
+def _at(root: Mapping[str, Any], reference: str) -> Any:
+    """What stands where a reference leads; None: nothing."""
+    found: Any = root
+    for key in reference.split("/")[1:]:
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found
 
 
 def patterns(schema: Any) -> Iterator[str]:

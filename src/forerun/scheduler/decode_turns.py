@@ -6,7 +6,7 @@ the first token of everyone who waits. So prompts go first, as far as those who 
 - Requests that have begun to decode get tokens at least every `max_mixed_step` seconds.
 - New ones, with their first token, wait for the others of a burst, at most `max_first_gap` seconds:
   then all of them decode in one batch. A burst is prompts that take longer than `BURST_SECONDS` to
-  prefill, and it lasts until no prompt waits. Shorter ones hold nobody back: with closed-loop
+  prefill, and it lasts until no prompt waits. Shorter ones do not delay decode: with closed-loop
   clients (the next request is sent when an answer is there) arrivals then spread out, and prompts
   queue less behind one another.
 """

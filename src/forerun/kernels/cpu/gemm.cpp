@@ -151,27 +151,22 @@ inline void tile_of_values(const Weight& w, int64_t panel, const Tokens& tokens,
         [&](int m, int j) { store(out + (m * 2 * PANELS + j) * LANES, sum[m][j]); });
 }
 
-template <>
-struct Traits<FLOAT32> {
+template <typename Value>
+struct TraitsOfValues {
     static constexpr int ACCUMULATORS = 1;  // registers per LANES outputs
 
     template <int M, int PANELS>
     static void tile(const Weight& w, int64_t panel, const Tokens& tokens, int64_t first,
                      const Ahead& ahead, float* out) {
-        tile_of_values<float, M, PANELS>(w, panel, tokens, first, ahead, out);
+        tile_of_values<Value, M, PANELS>(w, panel, tokens, first, ahead, out);
     }
 };
 
 template <>
-struct Traits<HALVES> {
-    static constexpr int ACCUMULATORS = 1;
+struct Traits<FLOAT32> : TraitsOfValues<float> {};
 
-    template <int M, int PANELS>
-    static void tile(const Weight& w, int64_t panel, const Tokens& tokens, int64_t first,
-                     const Ahead& ahead, float* out) {
-        tile_of_values<Float16, M, PANELS>(w, panel, tokens, first, ahead, out);
-    }
-};
+template <>
+struct Traits<HALVES> : TraitsOfValues<Float16> {};
 
 template <>
 struct Traits<WIDENED> {

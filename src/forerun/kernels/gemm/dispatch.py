@@ -133,17 +133,17 @@ def _fixed_order_sm90(n: int, k: int, bucket: int, gpu: GpuInfo, partials: bool)
     clusters = -(-bucket // (128 * cluster_m))
     options = []
     for split_k in (1, slices) if partials and bucket <= MAX_PARTIALS_M else (1,):
-        block_ns = (96, 128, MAX_BLOCK_N_OF_SLICES) if split_k < slices else (96, 128, 192, 256)
-        for block_n in block_ns:
+        k_slices = slices // split_k
+        for block_n in (96, 128, 192, 256) if k_slices == 1 else (96, 128, MAX_BLOCK_N_OF_SLICES):
             tiles = split_k * clusters * -(-n // block_n)
             waves = -(-tiles // (gpu.num_sms // cluster_m))
             # A tile takes as long as it is wide and K is long, and some time to begin and to store.
-            options.append((waves * (block_n + 32) / split_k, -block_n, split_k))
-    _, block_n, split_k = min(options)
-    k_slices = slices // split_k
-    return Sm90GemmConfig(
-        -block_n, cluster_m=cluster_m, split_k=split_k, group_m=8, k_slices=k_slices
-    )
+            cost = waves * (block_n + 32) / split_k
+            config = Sm90GemmConfig(
+                block_n, cluster_m=cluster_m, split_k=split_k, group_m=8, k_slices=k_slices
+            )
+            options.append((cost, -block_n, config))
+    return min(options)[2]
 
 
 def choose_fp8_gemm(
