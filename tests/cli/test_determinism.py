@@ -157,3 +157,15 @@ def test_bad_input_is_one_line(forerun) -> None:
     assert result.code == 2 and "--dtype is set without --determinism" in result.err
     result = forerun("doctor", "--determinism", "--tokens", "3")
     assert result.code == 2 and "tokens must be >= 16, got 3." in result.err
+    result = forerun("doctor", "--determinism", "--ways", "tensor")
+    assert result.code == 2 and "No way has tensor in its name; there are: batches;" in result.err
+
+
+def test_chosen_ways() -> None:
+    sizes = Sizes(ways=["pages", "NGRAM, pre"])
+    names = [way.name for way in determinism.ways(TARGET, sizes)]
+    assert names == [
+        "pages of 1 token",
+        "pages of 64 tokens",
+        "NGRAM, preemption, chunks of 16",
+    ]

@@ -200,9 +200,10 @@ def test_bits_of_a_family(name: str, tmp_path: Path) -> None:
     hold(write(tmp_path, name))
 
 
-def hold(model_path: str, **settings: Any) -> None:
+def hold(model_path: str, *ways: str, **settings: Any) -> None:
+    """In the ways whose name contains one of `ways`, or in all."""
     report = hold_bits(
-        Sizes(requests=12, tokens=160),
+        Sizes(requests=12, tokens=160, ways=list(ways)),
         model_path=model_path,
         load_format="dummy_normal",
         device="cuda",
@@ -238,10 +239,17 @@ def test_bits_of_quantized_checkpoints(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("custom", [True, False], ids=["peer memory", "NCCL"])
-@pytest.mark.parametrize("name", ["qwen3", "qwen3-moe", "deepseek-v2", "qwen3-next"])
+@pytest.mark.parametrize(
+    ("name", "custom"),
+    [
+        ("qwen3", True), ("qwen3", False), ("qwen3-moe", True),
+        ("deepseek-v2", False), ("qwen3-next", True),
+    ],
+)  # fmt: skip
 def test_bits_of_two_ranks(name: str, custom: bool, tmp_path: Path) -> None:
-    hold(write(tmp_path, name), tp_size=2, disable_custom_all_reduce=not custom)
+    """Sums through peer memory or NCCL. A few ways: each starts two processes."""
+    ways = "chunks of 7", "scoring", "num_draft_tokens 8"
+    hold(write(tmp_path, name), *ways, tp_size=2, disable_custom_all_reduce=not custom)
 
 
 def test_trees_over_recurrent_layers_are_refused(tmp_path: Path) -> None:

@@ -57,6 +57,13 @@ class Sizes:
     requests: int = _size(8, "Texts, each computed in every way")
     tokens: int = _size(64, "Tokens of a text, at least 16")
     seed: int = _size(0, "Of texts, batches and where prompts end")
+    ways: list[str] = field(
+        default_factory=list,
+        metadata={
+            "help": "Only ways whose name contains this; may be repeated",
+            "panel": "Determinism",
+        },
+    )
 
     def __post_init__(self) -> None:
         for name, least in (("requests", 1), ("tokens", 16)):
@@ -122,10 +129,11 @@ def check_determinism(
     Raises:
         ConfigError: invalid settings.
     """
+    chosen = ways(settings, sizes)
     progress("plain decoding, one request at a time")
     check = _Check(_plain(settings), sizes)
     found = []
-    for way in ways(settings, sizes):
+    for way in chosen:
         progress(way.name)
         each = check.run(way)
         if not each.equal:
@@ -142,7 +150,22 @@ def check_determinism(
 
 
 def ways(settings: Mapping[str, Any], sizes: Sizes) -> list[Way]:
-    """What is tried; each comes with `settings` without their speculation."""
+    """What is tried; each comes with `settings` without their speculation.
+
+    Raises:
+        ConfigError: no way has such a name.
+    """
+    every = _every_way(settings, sizes)
+    chosen = [
+        way for way in every if not sizes.ways or any(part in way.name for part in sizes.ways)
+    ]
+    if not chosen:
+        names = "; ".join(way.name for way in every)
+        raise ConfigError(f"No way has {' or '.join(sizes.ways)} in its name; there are: {names}.")
+    return chosen
+
+
+def _every_way(settings: Mapping[str, Any], sizes: Sizes) -> list[Way]:
     own = {name: v for name, v in settings.items() if name not in without_speculation(settings)}
     few = {"max_total_tokens": 3 * sizes.tokens}
     plain = [
