@@ -22,6 +22,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test needs the network
 import pytest
 import torch
 
+from tests import examples
 from tests.covering import covering, is_in_share, share
 
 # GPU machines may not have the server's packages.
@@ -42,10 +43,17 @@ if not _gpu():
     del os.environ["TRITON_INTERPRET"]
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Before tests are imported, which ask for examples."""
+    gc.disable()  # until they run: what is imported stays
+    examples.quick = config.getoption("markexpr") == "not exhaustive"
+
+
 def pytest_collection_finish() -> None:
     """What is imported by now stays: the collector need not look at it again."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,8 @@ from forerun.core.executor import ExecutorInfo
 from forerun.core.request import Request
 from forerun.core.widths import captured_width
 from forerun.engine import engine
-from forerun.executor.step import device_step
+from forerun.executor.step import costs, device_step
+from forerun.executor.step.costs import MeasurementBudget
 from forerun.scheduler.adaptive_width import WidthChoice, WidthPolicy
 from forerun.speculative.ragged.allocate import allocate
 
@@ -76,7 +77,8 @@ def choose_at_random(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tokens of a step; the step itself divides them as in service."""
 
     def policy(info: ExecutorInfo) -> RandomWidths:
-        costs = info.draft_costs
-        return RandomWidths(info.verify_widths, costs is not None, list(costs or ()))
+        of_drafts = info.draft_costs
+        return RandomWidths(info.verify_widths, of_drafts is not None, list(of_drafts or ()))
 
     monkeypatch.setattr(engine, "_width_policy", policy)
+    monkeypatch.setattr(costs, "EAGER", MeasurementBudget(0.0, 1, 1))  # it takes any costs

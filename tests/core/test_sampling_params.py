@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from forerun.core.errors import RequestError, nearest, shown
@@ -20,6 +20,7 @@ from forerun.core.sampling_params import (
     MAX_STOPS,
     SamplingParams,
 )
+from tests.examples import examples
 
 LONG = "x" * 100_000
 NAN, INF = math.nan, math.inf
@@ -135,7 +136,7 @@ def test_what_users_may_give() -> None:
     assert SamplingParams(stop=None, stop_token_ids=None) == SamplingParams()  # type: ignore[arg-type]
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(st.integers(), st.floats(), st.integers(), st.integers())
 def test_what_is_taken_fits_the_device_tables(
     k: int, temperature: float, seed: int, new: int

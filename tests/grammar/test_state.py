@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from forerun.core.grammar import Grammar
@@ -15,6 +15,7 @@ from forerun.core.plan import SlotGrammar
 from forerun.grammar import state as module
 from forerun.grammar.bitmask import forbid, new_bitmask
 from forerun.grammar.state import GrammarState
+from tests.examples import examples
 
 xgrammar = pytest.importorskip("xgrammar")
 
@@ -59,7 +60,7 @@ def masks(
     return [ALL if row < 0 else allowed(bitmask[row]) for row in rows]
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.sampled_from(GRAMMARS), st.integers(0, 2**32), st.booleans())
 def test_walks_equal_a_fresh_matcher(grammar: Grammar, seed: int, tree: bool) -> None:
     """Steps with random drafts, mostly allowed ones, of which a random path is committed."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -22,6 +22,7 @@ from forerun.kernels.sampling.penalties import (
 )
 from forerun.kernels.speculation.tree import Tree
 from forerun.sampling.penalties import PackedPenalties, PenaltyTable
+from tests.examples import examples
 
 KINDS: list[dict[str, Any]] = [
     {},
@@ -133,7 +134,7 @@ def test_repetition_penalty_equals_that_of_transformers() -> None:
         assert torch.equal(got[0], want)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     st.lists(st.integers(0, 12), min_size=1, max_size=30),
     st.lists(st.integers(0, 12), max_size=30),

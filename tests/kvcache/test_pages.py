@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from forerun.core.errors import ConfigError, InternalError
 from forerun.kvcache.pages import PageAllocator
+from tests.examples import examples
 
 
 def test_a_fresh_allocator_gives_ascending_pages_and_never_page_zero() -> None:
@@ -64,7 +65,7 @@ def test_a_pool_without_pages_is_a_config_error() -> None:
         PageAllocator(1)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.integers(2, 40), st.lists(st.tuples(st.booleans(), st.integers(0, 12)), max_size=60))
 def test_equals_a_set(num_pages: int, calls: list[tuple[bool, int]]) -> None:
     allocator, other = PageAllocator(num_pages), PageAllocator(num_pages)

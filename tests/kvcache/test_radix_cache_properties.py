@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -18,6 +17,7 @@ from hypothesis.stateful import (
 
 from forerun.kvcache.pages import PageAllocator
 from forerun.kvcache.radix_cache import RadixCache, RadixNode
+from tests.examples import examples
 
 CAPACITY = 40  # small, so that requests run out of pages
 WIDE = (0, 1 << 24, 1 << 24 | 1)  # token ids that agree in all bytes but one
@@ -284,6 +284,4 @@ class Requests(RuleBasedStateMachine):
 )
 def test_equals_brute_force(page_size: int, lookahead: int) -> None:
     machine = type("Requests", (Requests,), {"page_size": page_size, "lookahead": lookahead})
-    run_state_machine_as_test(
-        machine, settings=settings(max_examples=40, stateful_step_count=40, deadline=None)
-    )
+    run_state_machine_as_test(machine, settings=examples(40, stateful_step_count=40))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -17,11 +17,12 @@ from forerun.core.errors import InternalError
 from forerun.kvcache.pages import PageAllocator
 from forerun.kvcache.radix_cache import RadixCache
 from forerun.kvcache.window_pages import WindowPages
+from tests.examples import examples
 
 CAPACITY = 12
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(
     cached=st.lists(st.booleans(), max_size=12),
     page_size=st.sampled_from([1, 4]),
@@ -119,9 +120,7 @@ class Sharing(RuleBasedStateMachine):
 
 
 def test_ownership_and_eviction() -> None:
-    run_state_machine_as_test(
-        Sharing, settings=settings(max_examples=100, stateful_step_count=40, deadline=None)
-    )
+    run_state_machine_as_test(Sharing, settings=examples(100, stateful_step_count=40))
 
 
 def test_the_prefix_cache_matches_as_far_as_the_window_goes() -> None:

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from forerun.core.request import FinishReason, Request
@@ -16,6 +16,7 @@ from forerun.core.sampling_params import SamplingParams
 from forerun.llm.bundled import bundled
 from forerun.llm.text import MAX_PENDING, Detokenizer, OutputText, StopStrings, detokenize
 from forerun.scheduler.stop_checker import append_tokens
+from tests.examples import examples
 
 EOS = 0
 
@@ -219,7 +220,7 @@ TOKENS = st.one_of(
 CUTS = st.lists(st.integers(0, 40), max_size=10)
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(tokens=TOKENS, stops=STOPS, cuts=CUTS, min_new=st.integers(0, 12))
 def test_nothing_shown_is_taken_back_and_steps_change_nothing(
     tokens: list[int], stops: list[str], cuts: list[int], min_new: int
@@ -247,7 +248,7 @@ def test_nothing_shown_is_taken_back_and_steps_change_nothing(
             assert len("".join(map(short.push, request.output[:-1]))) < len(text)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(text=st.text(alphabet="ab", max_size=40), stops=STOPS, cuts=CUTS)
 def test_stop_strings_against_a_plain_search(text: str, stops: list[str], cuts: list[int]) -> None:
     finder, seen, done = StopStrings(stops), "", 0
@@ -273,7 +274,7 @@ def bundled_tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(str(bundled("target")), local_files_only=True)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(data=st.data())
 def test_incremental_text_is_the_whole_text(data: st.DataObject) -> None:
     """A byte-level tokenizer, on text and on any ids."""

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import (
@@ -25,13 +25,14 @@ from forerun.layers.gemm import LibraryGemm, OneDnnGemm, onednn_serves
 from forerun.layers.linear import Linear
 from forerun.layers.norm import RMSNorm
 from forerun.layers.rope import Rope, frequencies
+from tests.examples import examples
 from tests.models.support import CPU, CPU_F32
 
 packable = pytest.mark.skipif(not onednn_serves(torch.empty(1)), reason="torch without oneDNN")
 
 
 @packable
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(
     tokens=st.integers(1, 90),
     size_in=st.integers(1, 130),

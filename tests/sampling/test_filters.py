@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import (
@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from forerun.sampling.filters import filtered_weights, gaps
+from tests.examples import examples
 
 
 def weights_of(
@@ -99,7 +100,7 @@ def test_equal_to_transformers(
 coarse = st.lists(st.integers(-12, 12).map(lambda n: n / 4), min_size=1, max_size=40)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(
     coarse,
     st.sampled_from([0.5, 1.0, 1.5]),

@@ -6,12 +6,13 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor
 
 from forerun.sampling.noise import gumbel_argmax, gumbel_scores, log1m_uniform, noise_bits, seed_key
+from tests.examples import examples
 
 MASK = 0xFFFFFFFF
 SEEDS = [*range(40), -1, -2, 42, 2**31, 2**32, 2**32 + 1, 2**62, 2**63 - 1, -(2**63), -(2**63) + 1]
@@ -50,7 +51,7 @@ def uniform_p(counts: Tensor) -> float:
     return float(stats.chisquare(counts.numpy()).pvalue)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**31 - 1), st.integers(0, 2**31 - 1))
 def test_bits_are_those_of_32_bit_integer_arithmetic(seed: int, position: int, token: int) -> None:
     # Many columns, so that the vectorised loops run and not only their remainders.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -17,6 +17,7 @@ from forerun.kernels.sampling.params import SamplingBatch
 from forerun.sampling.noise import gumbel_argmax
 from forerun.sampling.sampler import SAMPLED, SamplingFlags, sample
 from forerun.sampling.table import SamplingTable
+from tests.examples import examples
 
 VOCABULARY, NUM_TOKENS = 97, 5
 EVERYTHING = SAMPLED
@@ -73,7 +74,7 @@ def pick(batch: SamplingBatch, index: list[int]) -> SamplingBatch:
     return SamplingBatch(batch.floats, batch.ints, batch.slots[index])
 
 
-@settings(max_examples=120, deadline=None)
+@examples(120)
 @given(
     st.lists(st.integers(0, len(PARAMS) - 1), min_size=1, max_size=12),
     st.booleans(),

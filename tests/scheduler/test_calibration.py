@@ -6,11 +6,12 @@ import math
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from forerun.core.plan import CONFIDENCE_BINS, ConfidenceCounts
 from forerun.scheduler.calibration import Calibration, reliability
+from tests.examples import examples
 
 
 def stream(slope: float, intercept: float, count: int, seed: int = 0) -> list[list[float]]:
@@ -42,7 +43,7 @@ def test_few_drafts_change_little() -> None:
     assert Calibration()(0.3) == pytest.approx(0.3)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     st.lists(
         st.tuples(st.integers(0, 10**6), st.floats(0, 1), st.floats(0, 1)),

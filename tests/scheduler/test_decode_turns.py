@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from forerun.core.plan import DecodeRequest, PrefillChunk, StepPlan
 from forerun.scheduler.decode_turns import DecodeTurns
 from forerun.scheduler.schedule_policy import SchedulePolicy
 from forerun.scheduler.step_times import MIN_EFFICIENT, StepTimes
+from tests.examples import examples
 from tests.scheduler.test_scheduler import request
 
 DECODE = 0.01
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(
     fixed=st.floats(0, 0.05),
     per_token=st.floats(1e-6, 1e-3),

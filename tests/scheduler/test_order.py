@@ -6,7 +6,7 @@ import random
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from forerun.core.errors import InternalError
@@ -19,6 +19,7 @@ from forerun.scheduler import waiting_queue
 from forerun.scheduler.schedule_policy import SchedulePolicy
 from forerun.scheduler.scheduler import Scheduler
 from forerun.scheduler.waiting_queue import WaitingQueue
+from tests.examples import examples
 from tests.scheduler.test_scheduler import Device, make, plain, request, run
 
 
@@ -60,7 +61,7 @@ def load(rng: random.Random, count: int, priorities: int) -> list[Request]:
     return requests
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     seed=st.integers(0, 10**6),
     overlap_depth=st.sampled_from([0, 1]),
@@ -104,7 +105,7 @@ def test_admissions_keep_their_order(
         assert item.output == (want[: len(item.output)] if item.finish.type == "abort" else want)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(seed=st.integers(0, 10**6), slots=st.integers(1, 4), limit=st.sampled_from([1, 3, 8]))
 def test_lpm_overtakes_a_bounded_number_of_times(seed: int, slots: int, limit: int) -> None:
     rng = random.Random(seed)

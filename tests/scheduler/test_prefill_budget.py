@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from forerun.scheduler.prefill_budget import MIN_TOKENS, TILE, PrefillBudget
 from forerun.scheduler.schedule_policy import SchedulePolicy
 from forerun.scheduler.step_times import StepTimes
+from tests.examples import examples
 from tests.scheduler.test_scheduler import make, plain, request, run
 
 BOUND = 0.2
@@ -31,7 +32,7 @@ def record_step(budget: PrefillBudget, decode: float, per_token: float) -> tuple
     return tokens, seconds
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(
     decode=st.floats(0.001, 0.3),
     per_token=st.floats(1e-6, 0.01),

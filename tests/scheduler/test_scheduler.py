@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from forerun.core.errors import RequestError
@@ -30,6 +30,7 @@ from forerun.kvcache.window_pages import WindowPages
 from forerun.scheduler.adaptive_width import FixedWidth, WidthPolicy
 from forerun.scheduler.schedule_policy import SchedulePolicy
 from forerun.scheduler.scheduler import ScheduledStep, Scheduler, check_fits
+from tests.examples import examples
 
 EOS = 6
 
@@ -287,7 +288,7 @@ def _holding(scheduler: Scheduler) -> set[Request]:
     return {r for r in everyone if r.slot >= 0}
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(
     seed=st.integers(0, 10**6),
     page_size=st.sampled_from([1, 4, 16]),

@@ -6,7 +6,7 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from forerun.scheduler.verify_budget import (
@@ -16,9 +16,10 @@ from forerun.scheduler.verify_budget import (
     budgets,
     drafting_options,
 )
+from tests.examples import examples
 
 RATES = st.sampled_from([0.0, 0.3, 0.5, 0.9, 1.0]) | st.floats(0, 1)
-SETTINGS = settings(max_examples=150, deadline=None)
+SETTINGS = examples(150)
 
 
 @st.composite

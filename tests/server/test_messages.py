@@ -13,11 +13,12 @@ pytest.importorskip("anthropic")
 
 import anthropic
 import httpx2
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from forerun import LLM
 from forerun.server.http.sse import with_pings
+from tests.examples import examples
 from tests.server import test_tools
 from tests.server.scripted import Scripted
 from tests.server.support import QUESTION, LiveServer, flags
@@ -142,7 +143,7 @@ PIECES = st.sampled_from(
 )
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(12, suppress_health_check=list(HealthCheck))
 @given(
     script=st.lists(PIECES, max_size=8).map("".join),
     step=st.integers(1, 9),

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from forerun.attention.base import LayerMask, Mask
@@ -23,6 +23,7 @@ from forerun.speculative.base import (
     SpeculativeAlgorithm,
 )
 from forerun.speculative.check import check_caps, check_class, resolve_caps, slot_tensors
+from tests.examples import examples
 from tests.golden_engine import GOLDEN, golden_llm
 from tests.toy_algorithms import TOYS, Toy, register_toys
 
@@ -219,7 +220,7 @@ def test_the_engine_checks(monkeypatch: pytest.MonkeyPatch) -> None:
         golden_llm("TOY-LEARNER")
 
 
-@settings(deadline=None, max_examples=20)
+@examples(20)
 @given(st.integers(1, 255))
 def test_a_tree_of_any_size_allowed_has_bits(drafts: int) -> None:
     chain = torch.arange(drafts).unsqueeze(0)

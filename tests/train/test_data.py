@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
@@ -22,6 +22,7 @@ from forerun.models.tokenizer import load_tokenizer
 from forerun_train.data.packing import PackedBatch, PackedStream
 from forerun_train.data.records import DataError, open_records, parse_prompt, parse_record
 from forerun_train.data.rendering import Document, Renderer
+from tests.examples import examples
 
 # ChatML, with and without markers, and one that drops the reasoning of earlier turns, as Qwen3's.
 CHATML = (
@@ -196,7 +197,7 @@ TURNS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(TURNS)
 def test_labels_are_those_of_transformers(tokenizer: Any, turns: list[str]) -> None:
     """Found by prefixes, they are what markers in the same template say."""
@@ -310,7 +311,7 @@ def same(one: PackedBatch, other: PackedBatch) -> bool:
     return all(torch.equal(a, b) for a, b in pairs)
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(
     lengths=st.lists(st.integers(0, 30), min_size=2, max_size=30),
     batch_size=st.integers(1, 5),

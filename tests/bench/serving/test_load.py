@@ -6,12 +6,13 @@ import asyncio
 from itertools import accumulate
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from forerun_bench.serving.client import Live, Outcome
 from forerun_bench.serving.load import LEAD, TICK, Load, run_load
 from tests.bench.serving.stand_in import VirtualLoop, virtually
+from tests.examples import examples
 
 GAPS = st.lists(st.floats(0, 0.2), min_size=1, max_size=12)
 
@@ -45,7 +46,7 @@ def run(
     return virtually(work)
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(GAPS)
 def test_an_open_loop_does_not_wait_for_answers(gaps: list[float]) -> None:
     arrivals = [at - gaps[0] for at in accumulate(gaps)]
@@ -65,7 +66,7 @@ def test_a_stalled_client_is_late_once_and_says_so() -> None:
     assert max(load.lags) == pytest.approx(0.25, abs=TICK + 1e-6)
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(st.integers(1, 4), st.integers(1, 9))
 def test_a_closed_loop_keeps_its_bound(bound: int, count: int) -> None:
     load = run([0.0] * count, seconds=0.1, max_concurrency=bound)

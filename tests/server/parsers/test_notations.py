@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from forerun.server.parsers.argument_values import allowed_types, typed
@@ -39,6 +39,7 @@ from forerun.server.parsers.reasoning import ReasoningParser
 from forerun.server.parsers.registry import REASONING_PARSERS
 from forerun.server.parsers.tool_parser import ToolParser
 from forerun.server.parsers.xml_calls import Glm45Parser, MiniMaxM2Parser, Qwen3CoderParser
+from tests.examples import examples
 from tests.server.parsers.test_parsers import check_order, events_of, parse
 
 SCHEMA: dict[str, Any] = {
@@ -79,7 +80,7 @@ PIECES = [
 
 
 @pytest.mark.parametrize("kind", PARSERS)
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(parts=st.lists(st.sampled_from(PIECES), max_size=25), data=st.data())
 def test_pieces_do_not_matter(
     kind: type[ToolParser], parts: list[str], data: st.DataObject
@@ -94,7 +95,7 @@ def test_pieces_do_not_matter(
 
 
 @pytest.mark.parametrize("kind", PARSERS)
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(parts=st.lists(st.sampled_from(PIECES), max_size=25))
 def test_texts_are_those_of_the_output(kind: type[ToolParser], parts: list[str]) -> None:
     """Each at its place; without calls all of it, but for the marks of messages."""
@@ -209,7 +210,7 @@ WRITERS: list[tuple[type[ToolParser], Callable[[Calls], str]]] = [
 
 
 @pytest.mark.parametrize(("kind", "write"), WRITERS, ids=[kind.__name__ for kind, _ in WRITERS])
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(calls=st.lists(st.tuples(st.sampled_from(["f", "get_weather"]), ARGUMENTS), min_size=1))
 def test_values_are_those_that_were_written(
     kind: type[ToolParser], write: Callable[[Calls], str], calls: Calls

@@ -35,6 +35,7 @@ from forerun.server.parsers.output import OutputParser
 from forerun.server.parsers.reasoning import ReasoningParser
 from forerun.server.parsers.scanner import Scanner
 from forerun.server.parsers.tool_parser import ToolParser
+from tests.examples import examples
 
 NAMES = ("f", "get_weather", "größe")
 FUNCTIONS: dict[str, dict[str, Any]] = {name: {} for name in NAMES}
@@ -109,7 +110,7 @@ def events_of(calls: Sequence[tuple[str, str]]) -> list[Event]:
 
 
 @pytest.mark.parametrize(("kind", "write"), FORMATS)
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(calls=CALLS, ascii_only=st.booleans(), data=st.data())
 def test_calls_are_found(
     kind: type[ToolParser], write: Writer, calls: Any, ascii_only: bool, data: st.DataObject
@@ -123,7 +124,7 @@ def test_calls_are_found(
 
 
 @pytest.mark.parametrize("kind", PARSERS)
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(parts=st.lists(st.sampled_from(MARKERS), max_size=25), data=st.data())
 def test_pieces_do_not_matter(
     kind: type[ToolParser], parts: list[str], data: st.DataObject
@@ -137,7 +138,7 @@ def test_pieces_do_not_matter(
 
 
 @pytest.mark.parametrize("kind", PARSERS)
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(parts=st.lists(st.sampled_from(MARKERS), max_size=25), opened=st.sampled_from(OPENED))
 def test_texts_know_where_they_are(
     kind: type[ToolParser], parts: list[str], opened: bool | None
@@ -154,7 +155,7 @@ def test_texts_know_where_they_are(
 
 
 @pytest.mark.parametrize("kind", PARSERS)
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(parts=st.lists(st.sampled_from(MARKERS), max_size=25))
 def test_nothing_is_lost(kind: type[ToolParser], parts: list[str]) -> None:
     """Without a complete call the text is what was given."""
@@ -169,7 +170,7 @@ def test_nothing_is_lost(kind: type[ToolParser], parts: list[str]) -> None:
 
 
 @pytest.mark.parametrize(("kind", "write"), FORMATS)
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(calls=CALLS, data=st.data())
 def test_cut_short_or_damaged(
     kind: type[ToolParser], write: Writer, calls: Any, data: st.DataObject

@@ -63,13 +63,16 @@ def found_in(events: list[Event]) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=[f"{s['tools']}-{i}" for i, s in enumerate(SHAPES)])
-def test_shapes_are_read_alike_wherever_they_are_cut(shape: dict[str, Any]) -> None:
+@pytest.mark.parametrize("apart", [9, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("number", range(len(SHAPES)), ids=[s["tools"] for s in SHAPES])
+def test_shapes_are_read_alike_wherever_they_are_cut(number: int, apart: int) -> None:
+    """At every place, or at some that are as far apart, others for each shape."""
+    shape = SHAPES[number]
     text = shape["text"]
     whole = parse(parser_of(shape), text)
     assert found_in(whole) == shape["want"]
     assert parse(parser_of(shape), *text) == whole
-    for at in range(1, len(text)):
+    for at in range(1 + number % apart, len(text), apart):
         assert parse(parser_of(shape), text[:at], text[at:]) == whole
         check_order(parse(parser_of(shape), text[:at]))  # as `max_tokens` would end it
 

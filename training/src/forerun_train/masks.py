@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,8 +18,15 @@ from forerun.attention.base import LayerMask, Mask
 Seen = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 AttentionMask = BlockMask | Tensor  # for flex_attention; or bool [B, 1, Q, K]
 
-_flex: Any = torch.compile(flex_attention, dynamic=False)
-_blocks: Any = torch.compile(create_block_mask, dynamic=False)
+
+@cache
+def _compile(function: Callable[..., Any]) -> Any:
+    return torch.compile(function, dynamic=False)
+
+
+def _compiled(function: Callable[..., Any]) -> Any:
+    """Compiled when first called (a CPU need not import the compiler), or with the caller."""
+    return function if torch.compiler.is_compiling() else _compile(function)
 
 
 @dataclass(frozen=True)
@@ -35,7 +43,7 @@ def make_mask(seen: Seen, shape: MaskShape) -> AttentionMask:
     """The mask of a function: of blocks on a GPU, dense elsewhere."""
     if shape.device.type == "cuda":
         sizes = shape.batch, None, shape.queries, shape.keys
-        made: BlockMask = _blocks(seen, *sizes, device=shape.device)
+        made: BlockMask = _compiled(create_block_mask)(seen, *sizes, device=shape.device)
         return made
     index = torch.arange(max(shape.batch, shape.queries, shape.keys), device=shape.device)
     batch = index[: shape.batch].view(-1, 1, 1, 1)
@@ -52,7 +60,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) -
             q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped
         )
     else:
-        out = _flex(q, k, v, block_mask=mask, scale=scale, enable_gqa=grouped)
+        out = _compiled(flex_attention)(q, k, v, block_mask=mask, scale=scale, enable_gqa=grouped)
     return out
 
 
