@@ -492,4 +492,5 @@ def vocab_of(table: Tensor) -> Any:
         embed=lambda ids: table[ids],
         compute_logits=lambda x: x @ table.T,
         compute_argmax=lambda x: (x @ table.T).argmax(-1),
+        lm_head=lambda x: x @ table.T,
     )

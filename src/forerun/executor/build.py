@@ -191,6 +191,7 @@ class _Builder:
                         model.embedding_rows,
                         model.compute_logits,
                         model.compute_argmax,
+                        model.lm_head,
                     ),
                     device=settings.device,
                     dtype=settings.dtype,

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from forerun.config.json_files import read_json
+from forerun.config.model_config import ModelConfig
 from forerun.core.errors import ConfigError, nearest
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 PAIR, PRESETS = ASSETS / "pair", ASSETS / "presets"
 REAL_TARGET = "HuggingFaceTB/SmolLM2-135M-Instruct"  # on the Hub
 REAL_DRAFT = ASSETS / "smollm2-135m-instruct"
+REAL_KIND = "draft"  # the one of the bundled pair's drafts that it is like
 
 
 def bundled(name: str) -> Path:
@@ -29,6 +32,16 @@ def bundled(name: str) -> Path:
 def real_draft() -> Path | None:
     """The draft that ships for `REAL_TARGET`; None: this installation has none."""
     return REAL_DRAFT if (REAL_DRAFT / "config.json").exists() else None
+
+
+def real_draft_for(target: ModelConfig) -> Path | None:
+    """The draft that ships for `REAL_TARGET`, where `target` has the sizes that it reads."""
+    folder = real_draft()
+    if folder is None:
+        return None
+    draft = read_json(folder / "config.json")
+    read = draft["vocab_size"], draft["hidden_size"], draft["num_target_layers"]
+    return folder if read == (target.vocab_size, target.hidden_size, target.num_layers) else None
 
 
 def preset(name: str) -> tuple[Path, Path | None]:

@@ -9,14 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from forerun.config.engine_config import EngineConfig
+from forerun.config.model_config import ModelConfig
 from forerun.core.checks import of_type
 from forerun.core.errors import ConfigError
-from forerun.llm.bundled import bundled
+from forerun.llm.bundled import REAL_KIND, REAL_TARGET, bundled, real_draft_for
 from forerun.llm.hub import with_local_paths
 from forerun.models import tokenizer
 from forerun.models.registry import target_class, target_config
 from forerun.models.stop_ids import tokenizer_folder
 from forerun.speculative.registry import all_options, get_algorithm
+
+logger = logging.getLogger(__name__)
 
 
 def checked_config(settings: Mapping[str, Any]) -> EngineConfig:
@@ -43,7 +46,8 @@ def checked_config(settings: Mapping[str, Any]) -> EngineConfig:
 def with_models(config: EngineConfig) -> tuple[EngineConfig, Path]:
     """The settings with local paths, and the target's folder; downloads what is missing.
 
-    The bundled target is filled in, and with it the algorithm's bundled draft.
+    The bundled target is filled in, and with it the algorithm's bundled draft. A target of
+    `REAL_TARGET`'s shape gets the draft that ships for it.
 
     Raises:
         ConfigError: a model cannot be found or downloaded, or the target's config is invalid or
@@ -53,13 +57,25 @@ def with_models(config: EngineConfig) -> tuple[EngineConfig, Path]:
     if config.model_path is not None:
         target = Path(config.model_path)
         # Before transformers, which reads it for the tokenizer and has other words for its faults.
-        target_class(target_config(target, config.model_impl), config.model_impl)
-        return config, target
+        shape = target_config(target, config.model_impl)
+        target_class(shape, config.model_impl)
+        return _with_shipped_draft(config, shape), target
     target = bundled("target")
     draft = get_algorithm(config.speculative_algorithm).bundled_draft
     if draft is not None and config.speculative_draft_model_path is None:
         config = replace(config, speculative_draft_model_path=str(bundled(draft)))
     return config, target
+
+
+def _with_shipped_draft(config: EngineConfig, target: ModelConfig) -> EngineConfig:
+    algorithm = get_algorithm(config.speculative_algorithm)
+    if algorithm.bundled_draft != REAL_KIND or config.speculative_draft_model_path is not None:
+        return config
+    folder = real_draft_for(target)
+    if folder is None:
+        return config
+    logger.info("The draft is the one that ships for %s.", REAL_TARGET)
+    return replace(config, speculative_draft_model_path=str(folder))
 
 
 def load_tokenizer(config: EngineConfig, target: Path) -> Any:

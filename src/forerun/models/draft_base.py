@@ -2,6 +2,7 @@
 
 A draft may bring its own embedding and LM head; else the target's serve. With a pruned vocabulary
 the head has one row per draft id, and `d2t` holds offsets: target id = draft id + d2t[draft id].
+A DFlash draft with offsets and no head has the target's rows.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ UNUSED = ("verifier_norm.weight", "verifier_lm_head.weight", "t2d")
 
 NOT_READ = (*HARMLESS, *UNUSED)
 HINT = "Is config.json the one of these weights?"
+UNITS = 64  # outputs of an LM head that are computed at once, to read its weight
 
 
 class TargetVocab(Protocol):
@@ -51,6 +53,9 @@ class TargetVocab(Protocol):
 
     @property
     def compute_argmax(self) -> Callable[[Tensor], Tensor]: ...
+
+    @property
+    def lm_head(self) -> Callable[[Tensor], Tensor]: ...
 
 
 @dataclass(frozen=True)
@@ -73,15 +78,35 @@ class DraftModel(Module):
         self.d2t: Tensor | None = None
         if OWN_EMBEDDING in own:
             self.embed_tokens = VocabEmbedding(vocab.vocab_size, hidden_size, place)
-        if OWN_HEAD in own:
+        pruned = OFFSETS in own and size < vocab.vocab_size
+        if OWN_HEAD in own or pruned:
             self.lm_head = LMHead(size, hidden_size, place, tied=None)
         if OFFSETS in own:
             self.d2t = torch.empty(size, dtype=torch.int64, device=place.device)
         self.vocab_size, self._target = vocab.vocab_size, target
+        self._has_targets_rows = pruned and OWN_HEAD not in own
 
     def weights(self, prefix: str = "") -> dict[str, Tensor]:
         out = super().weights(prefix)
+        if self._has_targets_rows:
+            del out[f"{prefix}{OWN_HEAD}"]
         return out if self.d2t is None else out | {f"{prefix}{OFFSETS}": self.d2t}
+
+    def take_targets_rows(self) -> None:
+        """Fills the LM head with the target's rows, where the checkpoint has offsets and no head.
+
+        They are the outputs for unit vectors, so the target may keep them in any form.
+        """
+        if not self._has_targets_rows:
+            return
+        assert self.lm_head is not None and self.d2t is not None
+        weight, vocab = self.lm_head.weight, self.lm_head.vocab
+        ids = self.to_target_ids(torch.arange(len(self.d2t), device=weight.device))
+        own = ids[vocab.first : vocab.first + vocab.count]
+        units = torch.eye(weight.shape[1], dtype=weight.dtype, device=weight.device)
+        for first in range(0, len(units), UNITS):
+            logits = self._target.lm_head(units[first : first + UNITS])
+            weight[: vocab.count, first : first + UNITS] = logits[:, own].t()
 
     def embedding_rows(self) -> Tensor | None:
         """[V, H], what `embed` looks up; None: it does more."""
@@ -252,6 +277,7 @@ def read_draft(
     draft = build(place, max_positions)
     checkpoint.read_into(draft.weights(), NOT_READ, HINT, draft.shards(), place.comm)
     _check_offsets(checkpoint.folder, draft.d2t, draft.vocab_size)
+    draft.take_targets_rows()
     quantize_draft(draft, quantization)
     draft.prepare()
     return draft
@@ -269,17 +295,22 @@ def check_draft(
     checkpoint.check(shape.weights(), NOT_READ, HINT, shape.shards())
 
 
-def own_parts(checkpoint: Checkpoint, draft_vocab: int, vocab: int) -> frozenset[str]:
+def own_parts(
+    checkpoint: Checkpoint, draft_vocab: int, vocab: int, needed: Sequence[str] = (OFFSETS,)
+) -> frozenset[str]:
     """Which of embedding, LM head and offsets the checkpoint brings.
 
+    Args:
+        needed: with a pruned vocabulary.
+
     Raises:
-        ConfigError: a pruned vocabulary without head or offsets.
+        ConfigError: a pruned vocabulary without them.
     """
     own = frozenset(n for n in (OWN_EMBEDDING, OWN_HEAD, OFFSETS) if n in checkpoint)
-    if draft_vocab < vocab and not {OWN_HEAD, OFFSETS} <= own:
+    if draft_vocab < vocab and not set(needed) <= own:
         raise ConfigError(
             f"{checkpoint.folder}: a draft vocabulary of {draft_vocab} out of {vocab}"
-            " needs lm_head.weight and d2t; the checkpoint is incomplete."
+            f" needs {' and '.join(needed)}; the checkpoint is incomplete."
         )
     return own
 

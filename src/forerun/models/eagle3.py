@@ -30,6 +30,7 @@ from forerun.layers.sharding import Shard
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.decoder_layer import SelfAttention
 from forerun.models.draft_base import (
+    OFFSETS,
     OWN_EMBEDDING,
     OWN_HEAD,
     DraftModel,
@@ -216,7 +217,8 @@ def _stored(
 ) -> tuple[Callable[[WeightPlacement, int], Eagle3Draft], Checkpoint]:
     """What builds the draft (as `read_draft` calls it), and its tensors."""
     checkpoint = draft_tensors(folder)
-    own = own_parts(checkpoint, config.draft_vocab_size, config.vocab_size)
+    sizes = config.draft_vocab_size, config.vocab_size
+    own = own_parts(checkpoint, *sizes, (OWN_HEAD, OFFSETS))
     if config.hidden_size != config.target_hidden_size and not {OWN_EMBEDDING, OWN_HEAD} <= own:
         raise ConfigError(
             f"{folder}: the draft's hidden size {config.hidden_size} is not the target's"

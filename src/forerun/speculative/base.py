@@ -101,6 +101,7 @@ class TargetHandle:
     embedding_rows: Callable[[], Tensor | None]  # [V, H], if `embed` is a look-up only
     compute_logits: Callable[[Tensor], Tensor]  # [T, H] -> logits [T, V]
     compute_argmax: Callable[[Tensor], Tensor]  # [T, H] -> [T] int64, the most likely tokens
+    lm_head: Callable[[Tensor], Tensor]  # [T, H] -> [T, V], before what a family does to logits
 
 
 @dataclass(frozen=True)

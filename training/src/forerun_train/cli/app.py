@@ -12,6 +12,7 @@ COMMANDS = {
     "prompts": "forerun_train.cli.prompts:prompts",
     "regenerate": "forerun_train.cli.regenerate:regenerate_command",
     "evaluate": "forerun_train.cli.evaluate:evaluate_command",
+    "speed": "forerun_train.cli.speed:speed_command",
 }
 
 
