@@ -84,9 +84,13 @@ def without_cpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _free_engines() -> Iterator[None]:
-    """Engines whose methods a test has replaced are in reference cycles and keep their K/V."""
+    """Engines whose methods a test has replaced are in reference cycles and keep their K/V.
+
+    What else has been imported or cached stays, and need not be looked at again.
+    """
     yield
     gc.collect()
+    gc.freeze()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -18,6 +18,7 @@ from forerun.layers.communication import WeightPlacement
 from forerun.models.heads import correlator, markov, selector
 from forerun.models.heads import gru as domino
 from forerun.models.heads.base import Block, BodySizes, DraftHead, HeadConfig
+from tests.covering import some_of
 from tests.models.head_parts import Vocabulary, best
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -138,8 +139,10 @@ def test_convolution(rows: int, dtype: torch.dtype, device: torch.device) -> Non
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("batch", [1, 3, 35])
-@pytest.mark.parametrize(("inputs", "size"), [(40, 24), (144, 130)])
+@pytest.mark.parametrize(
+    ("inputs", "size", "batch"),
+    some_of([(*sizes, batch) for sizes in ((40, 24), (144, 130)) for batch in (1, 3, 35)], 1, 2, 3),
+)
 def test_gru(inputs: int, size: int, batch: int, dtype: torch.dtype, device: torch.device) -> None:
     """PyTorch's cell; from zeros, too, and with inputs that are looked up by tokens."""
     if dtype == torch.bfloat16 and device.type == "cpu":

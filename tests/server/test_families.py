@@ -13,6 +13,7 @@ import pytest
 
 from forerun.server.openai.output_format import choose_format
 from forerun.server.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
+from tests.covering import some_of
 from tests.server import family_templates as written
 from tests.server.scripted import Scripted, tokenizer
 from tests.server.walking import Walking
@@ -212,6 +213,7 @@ def test_parsers_are_chosen_by_the_template(family: Family) -> None:
     assert chosen["reasoning"].startswith(f"{family.reasoning} (")
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("step", [1, 5, 10_000])
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 def test_an_answer_is_parsed_whole_and_streamed(family: Family, step: int) -> None:
@@ -303,18 +305,20 @@ def test_strict_functions_are_not_called_in_ways_that_parsers_merely_tolerate(
         assert not accepts(tag, family.thought.replace("asks.", wrong))
 
 
+@pytest.mark.parametrize("seed", some_of([(0,), (1,), (2,)], 0))
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
-def test_whatever_a_grammar_allows_is_read_as_valid_calls(tmp_path: Path, family: Family) -> None:
+def test_whatever_a_grammar_allows_is_read_as_valid_calls(
+    tmp_path: Path, family: Family, seed: int
+) -> None:
     pytest.importorskip("xgrammar")
     schemas = {"weather": WEATHER, "now": NOTHING}
-    for seed in range(3):
-        for stream in (False, True):
-            walking = Walking(family.with_marks, tmp_path, seed)
-            body: Any = {"messages": ASK, "tools": TOOLS, "tool_choice": "required"}
-            text, _, calls, finish = parsed(walking.chat(**body, stream=stream), stream)
-            assert (text, finish) == ("", "tool_calls"), walking.engine.walked
-            for name, arguments in calls:
-                jsonschema.validate(arguments, schemas[name])
+    for stream in (False, True):
+        walking = Walking(family.with_marks, tmp_path, seed)
+        body: Any = {"messages": ASK, "tools": TOOLS, "tool_choice": "required"}
+        text, _, calls, finish = parsed(walking.chat(**body, stream=stream), stream)
+        assert (text, finish) == ("", "tool_calls"), walking.engine.walked
+        for name, arguments in calls:
+            jsonschema.validate(arguments, schemas[name])
 
 
 @pytest.mark.parametrize(
@@ -435,6 +439,7 @@ REFERENCES = [
 ]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("reference", "words"), REFERENCES)
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 def test_references_that_lead_nowhere_are_named_with_the_function(
@@ -544,7 +549,8 @@ def test_calls_beside_a_malformed_one_are_calls(name: str, answer: str, malforme
         assert (text, calls, finish) == (malformed, [("now", {}), ("now", {})], "tool_calls")
 
 
-def test_truncated_calls_are_broken_alike_whole_and_streamed() -> None:
+@pytest.mark.parametrize("lengths", some_of([(3,), (12,)], 0))
+def test_truncated_calls_are_broken_alike_whole_and_streamed(lengths: int) -> None:
     """Whatever the length, nothing that was announced is taken back."""
     for family in FAMILIES.values():
         tokens = len(family.tokenizer(family.calls)["input_ids"])
@@ -552,7 +558,7 @@ def test_truncated_calls_are_broken_alike_whole_and_streamed() -> None:
         body: Any = {"messages": ASK, "tools": TOOLS, "extra_body": off}
         bodies = [
             {**body, "max_tokens": most, "stream": stream}
-            for most in range(1, tokens, max(1, tokens // 12))
+            for most in range(1, tokens, max(1, tokens // lengths))
             for stream in (False, True)
         ]
         answers = Scripted(family.tokenizer, *[family.calls] * len(bodies)).chats(bodies)
