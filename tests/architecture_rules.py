@@ -110,6 +110,10 @@ class Module:
     def tree(self) -> ast.Module:
         return ast.parse(self.source)
 
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        return list(ast.walk(self.tree))
+
     @property
     def name(self) -> str:
         """As it is imported."""
@@ -133,7 +137,7 @@ class Module:
         """ids of the constant nodes that are documentation: any string that stands alone."""
         return {
             id(node.value)
-            for node in ast.walk(self.tree)
+            for node in self.nodes
             if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         }
 
@@ -142,7 +146,7 @@ class Module:
         """ids of the nodes under `if TYPE_CHECKING:`."""
         blocks = (
             statement
-            for node in ast.walk(self.tree)
+            for node in self.nodes
             if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
             for statement in node.body
         )
@@ -157,7 +161,7 @@ class Module:
     @cached_property
     def _imports(self) -> list[tuple[ast.expr | ast.stmt, str]]:
         found: list[tuple[ast.expr | ast.stmt, str]] = []
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.Import):
                 found += [(node, alias.name) for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
@@ -224,7 +228,7 @@ def no_algorithm_names(module: Module) -> Iterator[str]:
 
 def _words(module: Module) -> Iterator[tuple[int, str]]:
     """Identifiers and string literals, documentation excepted."""
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         line = getattr(node, "lineno", 0)
         if isinstance(node, ast.Constant):
             if isinstance(node.value, str) and id(node) not in module.docstrings:
@@ -247,7 +251,7 @@ def no_probing(module: Module) -> Iterator[str]:
     """`getattr(x, "maybe", None)` and `hasattr`: what our objects have is known."""
     if not module.under(NO_PROBING):
         return
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             if node.func.id == "hasattr":
                 yield f"{module.path}:{node.lineno}: hasattr"
@@ -258,7 +262,7 @@ def no_probing(module: Module) -> Iterator[str]:
 def no_swallowed_errors(module: Module) -> Iterator[str]:
     """No bare except, and none of everything that then does nothing."""
     broad = {"Exception", "BaseException"}
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.ExceptHandler):
             if node.type is None:
                 yield f"{module.path}:{node.lineno}: bare except"
@@ -310,7 +314,7 @@ def small_functions(module: Module) -> Iterator[str]:
 
     Triton kernels are exempt, and so are the parameters of commands.
     """
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or _is_kernel(node):
             continue
         lines = (node.end_lineno or node.lineno) - node.lineno + 1
@@ -364,7 +368,7 @@ def repeated_bodies(modules: Iterable[Module]) -> Iterator[str]:
     """Functions whose statements, three or more, stand elsewhere as well: share them."""
     first: dict[str, str] = {}
     for module in modules:
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 body = node.body[ast.get_docstring(node) is not None :]
                 where = f"{module.path}:{node.lineno}"
@@ -408,7 +412,7 @@ def no_unsafe_loading(module: Module) -> Iterator[str]:
     for line, name in module.imports():
         if name.partition(".")[0] in UNSAFE_MODULES or name == "torch.load":
             yield f"{module.path}:{line}: imports {name}"
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Attribute) and node.attr == "load" and _names_in(node) == {"torch"}:
             yield f"{module.path}:{node.lineno}: torch.load"
         if isinstance(node, ast.keyword) and node.arg == "trust_remote_code":
@@ -433,7 +437,7 @@ def _called(node: ast.AST) -> str:
 def whole_sentences(module: Module) -> Iterator[str]:
     """A docstring says what a thing does or returns; it does not go on from its name."""
     kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, kinds):
             first = re.match(r"\w+", ast.get_docstring(node) or "")
             if first and first[0].lower() in NO_BEGINNINGS:

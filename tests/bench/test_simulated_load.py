@@ -43,6 +43,7 @@ def test_a_burst_is_prefilled_before_it_decodes() -> None:
     assert now.e2e < mixed.e2e
 
 
+@pytest.mark.exhaustive
 def test_arrivals_wait_less_under_load() -> None:
     now, mixed = simulate(POISSON), simulate(POISSON, **OFF)
     assert now.ttft[50] < 0.8 * mixed.ttft[50] and now.ttft[99] < 0.8 * mixed.ttft[99]

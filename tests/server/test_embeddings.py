@@ -158,9 +158,10 @@ def test_batches_without_a_server(tmp_path: Path, llm: LLM) -> None:
     assert got == [out.embedding for out in llm.embed(TEXTS[:2])]
 
 
-# --- scores -------------------------------------------------------------------------------------
+# --- scores: `tests/llm/test_embeddings.py` has those of the Python API -------------------------
 
 
+@pytest.mark.exhaustive
 def test_rerank(ranking: LiveServer, reranker: Path) -> None:
     want = yes_probabilities(reranker, QUERY, TEXTS)
     for path in (RERANK, "/v2/rerank", "/rerank"):
@@ -182,6 +183,7 @@ def test_rerank(ranking: LiveServer, reranker: Path) -> None:
     assert asked["results"][0]["relevance_score"] == pytest.approx(other, abs=1e-5)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "names", [("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2")]
 )
@@ -299,6 +301,7 @@ def test_another_model_is_not_found(server: LiveServer) -> None:
         server.client().embeddings.create(model="bundle", input="x")
 
 
+@pytest.mark.exhaustive
 def test_a_document_that_does_not_fit(ranking: LiveServer) -> None:
     body = {"query": QUERY, "documents": ["word " * 600]}
     assert "over the context length 512" in refused(ranking.http.post(RERANK, json=body))

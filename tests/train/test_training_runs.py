@@ -127,6 +127,7 @@ def test_two_processes_that_are_killed_go_on_as_if_they_had_not_been(tmp_path: P
     assert losses(killed) == losses(whole)
 
 
+@pytest.mark.exhaustive
 def test_an_end_in_the_middle_of_a_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
