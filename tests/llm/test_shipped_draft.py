@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -81,7 +82,11 @@ def test_a_pruned_draft_without_a_head_serves(tmp_path: Path) -> None:
     settings = {"device": "cpu", "dtype": "float32", "max_total_tokens": 1024}
     with LLM(**settings) as plain:
         expected = plain.chat([{"role": "user", "content": asked}], params)
-    drafts = {"speculative_algorithm": "DFLASH", "speculative_draft_model_path": str(tmp_path)}
+    drafts: dict[str, Any] = {
+        "speculative_algorithm": "DFLASH",
+        "speculative_draft_model_path": str(tmp_path),
+        "speculative_adaptive": False,
+    }
     with LLM(**settings, **drafts) as llm:
         found = llm.chat([{"role": "user", "content": asked}], params)
     assert found.output_ids == expected.output_ids
