@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,7 @@ def test_lines_have_at_most_100_columns(page: Path) -> None:
     assert not [line for line in text.splitlines() if len(line) > 100 and not whole.match(line)]
 
 
+@cache
 def flags_of(command: str) -> set[str]:
     def walk(node: object) -> Iterator[str]:
         yield from (name for p in vars(node)["params"] for name in p.opts if name[:2] == "--")

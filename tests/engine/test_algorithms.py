@@ -71,6 +71,7 @@ def test_output_equals_plain_decoding(
         llm.engine.check()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("fault", ["raise", "shape", "dtype", "kind", "tree", "meta", "sparse"])
 @pytest.mark.parametrize("fallback", [False, True])
 def test_an_algorithm_that_fails(

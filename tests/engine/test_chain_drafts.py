@@ -212,7 +212,7 @@ def test_output_equals_plain_decoding(
 
 
 @pytest.mark.parametrize(
-    ("name", "cell"), some_of([*zip((*NAMES, *JOINED), CELLS, strict=True)], 0, 1, 3)
+    ("name", "cell"), some_of([*zip((*NAMES, *JOINED), CELLS, strict=True)], 0, 3)
 )
 def test_output_of_ragged_passes(
     name: str,

@@ -12,6 +12,7 @@ import torch
 
 from forerun import LLM
 from tests.chain_models import write
+from tests.covering import some_of
 from tests.engine.test_matrix import GREEDY, SEEDED, generate, params
 from tests.golden_engine import poison_on_release
 from tests.models.test_dflash import VOCAB, ZLAB, random_weights
@@ -97,18 +98,7 @@ def test_output_equals_plain_decoding(
     hold(algorithm, tight, monkeypatch, overlap_depth=overlap_depth, **settings)
 
 
-@pytest.mark.parametrize(
-    "algorithm",
-    [
-        "NEXTN",
-        "TOY-ORACLE-TREES",
-        *(
-            pytest.param(name, marks=pytest.mark.exhaustive)
-            for name in ALGORITHMS[1:]
-            if name not in ("NEXTN", "TOY-ORACLE-TREES")
-        ),
-    ],
-)
+@pytest.mark.parametrize("algorithm", some_of([(name,) for name in ALGORITHMS[1:]], 4))
 def test_output_of_ragged_passes(algorithm: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     division = divide_at_random(monkeypatch)
     settings = {"page_size": 16, "chunked_prefill_size": 4, **SETTINGS}

@@ -144,7 +144,7 @@ def test_output_equals_plain_decoding(
 
 @pytest.mark.parametrize(
     ("kind", "algorithm"),
-    some_of([("gemma2", "DFLASH"), ("gemma4", "NGRAM"), ("gpt-oss", "DDTREE")], 0, 2),
+    some_of([("gemma2", "DFLASH"), ("gemma4", "NGRAM"), ("gpt-oss", "DDTREE")], 0),
 )
 def test_output_of_ragged_passes(
     root: Path, kind: str, algorithm: str, monkeypatch: pytest.MonkeyPatch

@@ -95,6 +95,7 @@ def test_drafts_equal_layers_without_a_cache(
     assert seen[len(lengths[0]) :] == seen[: len(lengths[0])]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("length", [1, 2, 3])
 def test_prompts_shorter_than_the_layers_look(

@@ -120,7 +120,7 @@ def test_equal_widths_are_a_uniform_pass(algorithm: str, monkeypatch: pytest.Mon
 
 
 @pytest.mark.covering(0, 1)
-@pytest.mark.parametrize("algorithm", ["DDTREE", "DFLASH", "NGRAM"])
+@pytest.mark.parametrize("algorithm", ["DFLASH", "DDTREE", "NGRAM"])
 @pytest.mark.usefixtures("without_cpu_kernels")
 def test_captured_passes(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole and in two parts; batches of three are filled up with padding."""

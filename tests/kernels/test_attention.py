@@ -20,6 +20,7 @@ from forerun.kernels.attention.paged_kv import PagedKV, compute_kv_slots
 from forerun.kernels.attention.tiles import DecodeProblem, TileConfig, choose_num_splits
 from forerun.kernels.elementwise.qk_norm_rope import RopePositions, qk_norm_rope_write
 from forerun.kernels.runtime.gpu import GpuInfo, gpu_of
+from tests.covering import some_of
 from tests.kernels.attention_support import (
     Paged,
     make_paged,
@@ -157,7 +158,7 @@ def test_large_queries_over_a_float8_pool(num_splits: int, device: torch.device)
     assert relative_error(out, case.reference(MaskSpec())) < BOUND[torch.bfloat16]
 
 
-@pytest.mark.parametrize("nodes", [64, 65, 128, pytest.param(256, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("nodes", some_of([(64,), (65,), (128,), (256,)], 0, 1))
 def test_trees_of_several_words(nodes: int, device: torch.device) -> None:
     """The last bit of a word is the sign of an int64."""
     case = make_paged(spans([20], nodes), 2, 1, 16, 16, device=device)

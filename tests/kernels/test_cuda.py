@@ -127,6 +127,7 @@ def test_sm90_experts_compile_and_fit(config: Sm90MoeConfig) -> None:
     assert config.ctas_per_sm * (experts_sm90.smem_bytes(config) + 1024) <= 228 << 10
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("fp8", [1, 2], ids=["rows", "groups"])
 @pytest.mark.parametrize("config", [SM90_FP8_ONE_TOKEN, SM90_FP8_DECODE], ids=str)
 def test_sm90_experts_in_fp8_compile_and_fit(config: Sm90MoeConfig, fp8: int) -> None:

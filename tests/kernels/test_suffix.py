@@ -101,6 +101,7 @@ def expected(
     return best[0], tokens, [float(x) for x in best[2]] + [0.0] * (count - len(best[2]))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("factor", "min_prob"), [(1.0, 0.0), (2.5, 0.3), (0.5, 0.0)])
 def test_drafts_are_those_of_the_trie(
     way: str, factor: float, min_prob: float, device: torch.device

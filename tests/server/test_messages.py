@@ -7,12 +7,8 @@ import json
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
-import pytest
-
-pytest.importorskip("anthropic")
-
-import anthropic
 import httpx2
+import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
@@ -23,6 +19,14 @@ from tests.server import test_tools
 from tests.server.scripted import Scripted
 from tests.server.support import QUESTION, LiveServer, flags
 from tests.server.test_tools import CITY, HERMES, LLAMA3, PLAIN, QWEN3, R1, THINK
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _client() -> None:
+    """Importing it takes seconds, and few workers run these tests."""
+    global anthropic
+    anthropic = pytest.importorskip("anthropic")
+
 
 ASK: Any = [{"role": "user", "content": "Is it warm in Zürich?"}]
 TOOLS: Any = [
@@ -122,6 +126,7 @@ def test_messages(script: str, blocks: list[tuple[Any, ...]]) -> None:
     assert message.usage.output_tokens >= thought
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("step", [1, 5, 1000])
 @pytest.mark.parametrize(("script", "blocks"), CASES, ids=range(len(CASES)))
 def test_streams(script: str, blocks: list[tuple[Any, ...]], step: int) -> None:

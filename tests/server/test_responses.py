@@ -69,6 +69,7 @@ def test_responses(script: str, items: list[tuple[str, ...]]) -> None:
     assert usage.output_tokens_details.reasoning_tokens == reasoning
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("step", [1, 5, 1000])
 @pytest.mark.parametrize(("script", "items"), CASES, ids=range(len(CASES)))
 def test_streams(script: str, items: list[tuple[str, ...]], step: int) -> None:
@@ -258,6 +259,7 @@ def test_what_changes_nothing_is_accepted() -> None:
     assert response.metadata == {"a": "b"}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("step", [1, 4, 1000])
 @pytest.mark.parametrize(("script", "items"), CASES, ids=range(len(CASES)))
 def test_logprobs_are_those_of_the_messages(

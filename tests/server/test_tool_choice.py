@@ -79,6 +79,7 @@ def check(calls: Calls) -> None:
         jsonschema.validate(json.loads(arguments), SCHEMAS[name])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("stream", [False, True])
 def test_required(tmp_path: Path, model: str, stream: bool) -> None:

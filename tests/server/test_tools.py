@@ -87,6 +87,7 @@ def test_chat(case: Case) -> None:
     assert (message.model_extra or {}).get("reasoning") == reasoning
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("step", [1, 3, 1000])
 @pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
 def test_chat_streams(case: Case, step: int) -> None:
