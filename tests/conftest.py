@@ -22,7 +22,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test needs the network
 import pytest
 import torch
 
-from tests import examples
+from tests import property_examples
 from tests.covering import covering, is_in_share, share
 
 # GPU machines may not have the server's packages.
@@ -46,7 +46,7 @@ if not _gpu():
 def pytest_configure(config: pytest.Config) -> None:
     """Before tests are imported, which ask for examples."""
     gc.disable()  # until they run: what is imported stays
-    examples.quick = config.getoption("markexpr") == "not exhaustive"
+    property_examples.quick = config.getoption("markexpr") == "not exhaustive"
 
 
 def pytest_collection_finish() -> None:

@@ -20,7 +20,7 @@ from forerun.core.sampling_params import (
     MAX_STOPS,
     SamplingParams,
 )
-from tests.examples import examples
+from tests.property_examples import examples
 
 LONG = "x" * 100_000
 NAN, INF = math.nan, math.inf

@@ -15,7 +15,7 @@ from forerun.core.plan import SlotGrammar
 from forerun.grammar import state as module
 from forerun.grammar.bitmask import forbid, new_bitmask
 from forerun.grammar.state import GrammarState
-from tests.examples import examples
+from tests.property_examples import examples
 
 xgrammar = pytest.importorskip("xgrammar")
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from forerun.speculative.ragged.allocate import LARGEST_TILE, allocate, allocate_ref
-from tests.examples import examples
+from tests.property_examples import examples
 
 # Of each draft, given those before it; with many equal ones, 0, 1 and values close to each other.
 RATES = st.sampled_from([0.0, 0.25, 0.5, 0.5, 0.9, 0.90000004, 1.0]) | st.floats(0, 1, width=32)

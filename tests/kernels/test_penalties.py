@@ -22,7 +22,7 @@ from forerun.kernels.sampling.penalties import (
 )
 from forerun.kernels.speculation.tree import Tree
 from forerun.sampling.penalties import PackedPenalties, PenaltyTable
-from tests.examples import examples
+from tests.property_examples import examples
 
 KINDS: list[dict[str, Any]] = [
     {},

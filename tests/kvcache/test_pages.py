@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from forerun.core.errors import ConfigError, InternalError
 from forerun.kvcache.pages import PageAllocator
-from tests.examples import examples
+from tests.property_examples import examples
 
 
 def test_a_fresh_allocator_gives_ascending_pages_and_never_page_zero() -> None:

@@ -17,7 +17,7 @@ from hypothesis.stateful import (
 
 from forerun.kvcache.pages import PageAllocator
 from forerun.kvcache.radix_cache import RadixCache, RadixNode
-from tests.examples import examples
+from tests.property_examples import examples
 
 CAPACITY = 40  # small, so that requests run out of pages
 WIDE = (0, 1 << 24, 1 << 24 | 1)  # token ids that agree in all bytes but one

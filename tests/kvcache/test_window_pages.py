@@ -17,7 +17,7 @@ from forerun.core.errors import InternalError
 from forerun.kvcache.pages import PageAllocator
 from forerun.kvcache.radix_cache import RadixCache
 from forerun.kvcache.window_pages import WindowPages
-from tests.examples import examples
+from tests.property_examples import examples
 
 CAPACITY = 12
 

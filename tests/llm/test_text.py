@@ -16,7 +16,7 @@ from forerun.core.sampling_params import SamplingParams
 from forerun.llm.bundled import bundled
 from forerun.llm.text import MAX_PENDING, Detokenizer, OutputText, StopStrings, detokenize
 from forerun.scheduler.stop_checker import append_tokens
-from tests.examples import examples
+from tests.property_examples import examples
 
 EOS = 0
 

@@ -25,8 +25,8 @@ from forerun.layers.gemm import LibraryGemm, OneDnnGemm, onednn_serves
 from forerun.layers.linear import Linear
 from forerun.layers.norm import RMSNorm
 from forerun.layers.rope import Rope, frequencies
-from tests.examples import examples
 from tests.models.support import CPU, CPU_F32
+from tests.property_examples import examples
 
 packable = pytest.mark.skipif(not onednn_serves(torch.empty(1)), reason="torch without oneDNN")
 

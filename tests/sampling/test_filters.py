@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from forerun.sampling.filters import filtered_weights, gaps
-from tests.examples import examples
+from tests.property_examples import examples
 
 
 def weights_of(

@@ -12,7 +12,7 @@ from scipy import stats
 from torch import Tensor
 
 from forerun.sampling.noise import gumbel_argmax, gumbel_scores, log1m_uniform, noise_bits, seed_key
-from tests.examples import examples
+from tests.property_examples import examples
 
 MASK = 0xFFFFFFFF
 SEEDS = [*range(40), -1, -2, 42, 2**31, 2**32, 2**32 + 1, 2**62, 2**63 - 1, -(2**63), -(2**63) + 1]

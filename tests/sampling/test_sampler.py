@@ -17,7 +17,7 @@ from forerun.kernels.sampling.params import SamplingBatch
 from forerun.sampling.noise import gumbel_argmax
 from forerun.sampling.sampler import SAMPLED, SamplingFlags, sample
 from forerun.sampling.table import SamplingTable
-from tests.examples import examples
+from tests.property_examples import examples
 
 VOCABULARY, NUM_TOKENS = 97, 5
 EVERYTHING = SAMPLED

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from forerun.core.plan import CONFIDENCE_BINS, ConfidenceCounts
 from forerun.scheduler.calibration import Calibration, reliability
-from tests.examples import examples
+from tests.property_examples import examples
 
 
 def stream(slope: float, intercept: float, count: int, seed: int = 0) -> list[list[float]]:

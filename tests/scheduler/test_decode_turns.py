@@ -10,7 +10,7 @@ from forerun.core.plan import DecodeRequest, PrefillChunk, StepPlan
 from forerun.scheduler.decode_turns import DecodeTurns
 from forerun.scheduler.schedule_policy import SchedulePolicy
 from forerun.scheduler.step_times import MIN_EFFICIENT, StepTimes
-from tests.examples import examples
+from tests.property_examples import examples
 from tests.scheduler.test_scheduler import request
 
 DECODE = 0.01

@@ -19,7 +19,7 @@ from forerun.scheduler import waiting_queue
 from forerun.scheduler.schedule_policy import SchedulePolicy
 from forerun.scheduler.scheduler import Scheduler
 from forerun.scheduler.waiting_queue import WaitingQueue
-from tests.examples import examples
+from tests.property_examples import examples
 from tests.scheduler.test_scheduler import Device, make, plain, request, run
 
 

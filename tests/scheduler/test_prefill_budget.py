@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from forerun.scheduler.prefill_budget import MIN_TOKENS, TILE, PrefillBudget
 from forerun.scheduler.schedule_policy import SchedulePolicy
 from forerun.scheduler.step_times import StepTimes
-from tests.examples import examples
+from tests.property_examples import examples
 from tests.scheduler.test_scheduler import make, plain, request, run
 
 BOUND = 0.2

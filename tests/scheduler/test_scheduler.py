@@ -30,7 +30,7 @@ from forerun.kvcache.window_pages import WindowPages
 from forerun.scheduler.adaptive_width import FixedWidth, WidthPolicy
 from forerun.scheduler.schedule_policy import SchedulePolicy
 from forerun.scheduler.scheduler import ScheduledStep, Scheduler, check_fits
-from tests.examples import examples
+from tests.property_examples import examples
 
 EOS = 6
 

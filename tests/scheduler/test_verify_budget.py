@@ -16,7 +16,7 @@ from forerun.scheduler.verify_budget import (
     budgets,
     drafting_options,
 )
-from tests.examples import examples
+from tests.property_examples import examples
 
 RATES = st.sampled_from([0.0, 0.3, 0.5, 0.9, 1.0]) | st.floats(0, 1)
 SETTINGS = examples(150)

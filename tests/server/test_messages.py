@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from forerun import LLM
 from forerun.server.http.sse import with_pings
-from tests.examples import examples
+from tests.property_examples import examples
 from tests.server import test_tools
 from tests.server.scripted import Scripted
 from tests.server.support import QUESTION, LiveServer, flags

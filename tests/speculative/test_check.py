@@ -23,8 +23,8 @@ from forerun.speculative.base import (
     SpeculativeAlgorithm,
 )
 from forerun.speculative.check import check_caps, check_class, resolve_caps, slot_tensors
-from tests.examples import examples
 from tests.golden_engine import GOLDEN, golden_llm
+from tests.property_examples import examples
 from tests.toy_algorithms import TOYS, Toy, register_toys
 
 TARGET = load_model_config(GOLDEN / "target")

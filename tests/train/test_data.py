@@ -22,7 +22,7 @@ from forerun.models.tokenizer import load_tokenizer
 from forerun_train.data.packing import PackedBatch, PackedStream
 from forerun_train.data.records import DataError, open_records, parse_prompt, parse_record
 from forerun_train.data.rendering import Document, Renderer
-from tests.examples import examples
+from tests.property_examples import examples
 
 # ChatML, with and without markers, and one that drops the reasoning of earlier turns, as Qwen3's.
 CHATML = (

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from forerun_bench.serving.client import Live, Outcome
 from forerun_bench.serving.load import LEAD, TICK, Load, run_load
 from tests.bench.serving.stand_in import VirtualLoop, virtually
-from tests.examples import examples
+from tests.property_examples import examples
 
 GAPS = st.lists(st.floats(0, 0.2), min_size=1, max_size=12)
 

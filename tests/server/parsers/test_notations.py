@@ -39,7 +39,7 @@ from forerun.server.parsers.reasoning import ReasoningParser
 from forerun.server.parsers.registry import REASONING_PARSERS
 from forerun.server.parsers.tool_parser import ToolParser
 from forerun.server.parsers.xml_calls import Glm45Parser, MiniMaxM2Parser, Qwen3CoderParser
-from tests.examples import examples
+from tests.property_examples import examples
 from tests.server.parsers.test_parsers import check_order, events_of, parse
 
 SCHEMA: dict[str, Any] = {

@@ -35,7 +35,7 @@ from forerun.server.parsers.output import OutputParser
 from forerun.server.parsers.reasoning import ReasoningParser
 from forerun.server.parsers.scanner import Scanner
 from forerun.server.parsers.tool_parser import ToolParser
-from tests.examples import examples
+from tests.property_examples import examples
 
 NAMES = ("f", "get_weather", "größe")
 FUNCTIONS: dict[str, dict[str, Any]] = {name: {} for name in NAMES}

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from hypothesis import settings
-
 quick = False  # whether exhaustive tests are left out; `conftest.py` knows
 
 
-def examples(count: int, **more: Any) -> settings:
-    """As many without a deadline, or a third of them where exhaustive tests are left out."""
+def examples(count: int, **more: Any) -> Any:
+    """Settings: as many without a deadline, or a third where exhaustive tests are left out."""
+    from hypothesis import settings  # tests of a GPU do without
+
     tried = max(count // 3, min(count, 10)) if quick else count
     return settings(max_examples=tried, deadline=None, **more)
