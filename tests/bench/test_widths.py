@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
+import weakref
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
+from forerun import LLM
 from forerun.cli.tables import COLUMNS
 from forerun.core.errors import ConfigError
 from forerun.main import run
 from forerun.scheduler.adaptive_width import FixedWidth
-from forerun_bench.cli.widths import chosen, table, widths_settings
+from forerun_bench.cli import widths as cli
+from forerun_bench.cli.widths import Loads, chosen, compare_widths, table, widths_settings
 from forerun_bench.one_batch import Shape
 from forerun_bench.widths import (
     FULL,
@@ -28,7 +33,7 @@ from forerun_bench.widths import (
     policy,
 )
 from tests.bench.test_cli_measure import call, needs_pair
-from tests.golden_engine import CASES, golden_llm
+from tests.golden_engine import CASES, GOLDEN, golden_llm
 
 
 def shown(table: Any) -> str:
@@ -49,6 +54,25 @@ def test_ragged_steps_are_compared_with_the_best_of_the_others() -> None:
     assert real.identical and "2 3.00 100" in shown(table([real]))
     real.texts.add(((1,), (3,)))
     assert real.identical is False
+
+
+def test_engines_of_a_gpu_leave_their_memory_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    executors: list[weakref.ref[Any]] = []
+
+    class Watched(LLM):
+        def __init__(self, **settings: Any) -> None:
+            gc.collect()  # as an engine on a GPU does when it starts
+            assert not any(executor() for executor in executors)
+            super().__init__(**settings)
+            executors.append(weakref.ref(self.engine.executor))
+
+    monkeypatch.setattr(cli, "LLM", Watched)
+    monkeypatch.setattr(cli, "resolve_device", lambda name: torch.device("cuda"))
+    engine = {"model_path": str(GOLDEN / "target"), "device": "cpu", "load_format": "dummy"}
+    engine |= {"speculative_algorithm": "NGRAM", "dtype": "float32"}
+    loads = Loads([2], ["2"], input_len=8, output_len=6, repetitions=1)
+    found = compare_widths(loads, (PLAIN, SINGLE), (engine, True), quiet=True)
+    assert len(executors) == 2 and set(found.cells[0].tok_s) == {PLAIN, SINGLE}
 
 
 def test_the_last_policy_is_compared() -> None:

@@ -289,11 +289,10 @@ class Engine:
         self._stats.mark_flush()
 
     def close(self) -> None:
-        """Flushes spans, closes the executor and forgets it, which frees its memory."""
+        """Flushes spans and closes the executor."""
         if self._tracing is not None:
             self._tracing.flush()
         self.executor.close()
-        del self.executor, self.profiling
 
     def check(self) -> None:
         """Checks invariants of an idle engine: all pages free or cached, all slots free."""

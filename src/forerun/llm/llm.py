@@ -95,17 +95,11 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Aborts running requests, closes the engine and lets go of its memory; further calls do
-        nothing."""
+        """Aborts running requests and closes the engine; further calls do nothing."""
         self._finalizer()
 
     def explain(self) -> dict[str, Any]:
-        """Choices made at start: device, dtype, attention backends with reasons, pool sizes.
-
-        Raises:
-            EngineClosedError: after `close`.
-        """
-        self._loop.check_open()
+        """Choices made at start: device, dtype, attention backends with reasons, pool sizes."""
         return self.engine.explain()
 
     def stats(self) -> dict[str, Any]:

@@ -231,11 +231,11 @@ class EngineLoop:
                 call.events.put(event)
             self._engine.drain()
         finally:
+            self._engine.close()
             while not self._commands.empty():
                 self._commands.get()()
             error = EngineClosedError("The engine ended before its requests did.")
             self._fail(error, set(self._running.values()))
-            self._engine.close()
 
 
 def _resolve(future: Future[T], action: Callable[[], T]) -> None:

@@ -130,7 +130,10 @@ def compare_widths(
     groups = [kinds] if on_cpu else [[kind] for kind in kinds]
     with progress_bar(quiet) as bar:
         task = bar.add_task("measuring", total=len(groups) * len(cells))
-        for group in groups:
+
+        def run(group: Sequence[tuple[Values, Sequence[str]]]) -> tuple[Values, Values]:
+            """Measures all cells; nothing refers to the engines once it returns, so that the next
+            ones have their memory."""
             with ExitStack() as stack:
                 llms = [(stack.enter_context(LLM(**own)), of) for own, of in group]
                 for cell in cells:
@@ -139,7 +142,9 @@ def compare_widths(
                     measure(llms, cell, prompts, loads.output_len, loads.repetitions)
                     bar.advance(task)
                 last = llms[-1][0]
-                where, policy = environment(last), last.engine.scheduler.widths.as_dict()
+                return environment(last), last.engine.scheduler.widths.as_dict()
+
+        where, policy = [run(group) for group in groups][-1]
     return Found(settings, cells, policy, where)
 
 
