@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from forerun import LLM, SamplingParams
 from forerun.core.errors import ConfigError
+from forerun.executor.device_executor import device_step
 from forerun.models import registry
 from tests.engine.test_matrix import GREEDY, SEEDED, generate, params
 from tests.engine_runs import hold_prompt_logprobs
@@ -55,6 +57,13 @@ def toy_llm(kind: type[ToyModel], algorithm: str | None = None, **settings: Any)
     llm = LLM(FOLDERS[kind], speculative_algorithm=algorithm, **settings)
     poison_on_release(llm)
     return llm
+
+
+def test_rows_of_an_lm_head_of_another_kind_are_refused() -> None:
+    with toy_llm(ToyRecurrentForCausalLM) as llm:
+        model = device_step(llm.engine.executor).model
+        with pytest.raises(ConfigError, match="this target has none of ours"):
+            model.head_logits(torch.zeros(1, 8))
 
 
 @cache

@@ -194,7 +194,7 @@ class _Builder:
                         model.embedding_rows,
                         model.compute_logits,
                         model.compute_argmax,
-                        model.lm_head,
+                        model.head_logits,
                     ),
                     device=settings.device,
                     dtype=settings.dtype,

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from forerun.attention.base import AttentionContext, LayerMask, RopeInput
 from forerun.config.model_config import ModelConfig
+from forerun.core.errors import ConfigError
 from forerun.kvcache.layouts import ModelLayout
 from forerun.layers.attention import KVLayer
 from forerun.layers.communication import WeightPlacement
@@ -108,6 +109,19 @@ class CausalLM(Module, ABC):
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """[T, H] after the final norm -> logits [T, V], in the model's dtype."""
+        return self.lm_head(hidden_states)
+
+    def head_logits(self, hidden_states: Tensor) -> Tensor:
+        """hidden_states [n, H] -> [n, V], before what a family does to logits.
+
+        Raises:
+            ConfigError: the model has an LM head of another kind.
+        """
+        if "lm_head" not in vars(self):
+            raise ConfigError(
+                "A draft with d2t and without lm_head.weight takes the rows of the target's LM"
+                " head, and this target has none of ours; export the draft with its own."
+            )
         return self.lm_head(hidden_states)
 
     def compute_own_logits(self, hidden_states: Tensor) -> Tensor:

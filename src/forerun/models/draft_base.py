@@ -96,6 +96,9 @@ class DraftModel(Module):
         """Fills the LM head with the target's rows, where the checkpoint has offsets and no head.
 
         They are the outputs for unit vectors, so the target may keep them in any form.
+
+        Raises:
+            ConfigError: the target has no such head.
         """
         if not self._has_targets_rows:
             return
