@@ -86,11 +86,13 @@ def without_cpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def _free_engines() -> Iterator[None]:
     """Engines whose methods a test has replaced are in reference cycles and keep their K/V.
 
-    What else has been imported or cached stays, and need not be looked at again.
+    What else has been imported or cached stays, and need not be looked at again; on a GPU it may
+    hold an engine's memory, which must be free once nothing refers to it.
     """
     yield
     gc.collect()
-    gc.freeze()
+    if not _gpu():
+        gc.freeze()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
