@@ -113,6 +113,12 @@ def test_only_steps_of_the_whole_batch_count(algorithm: str | None, overlap_dept
         short = trace(llm.engine, prompts, 4)
         llm.engine.flush_cache()
         long = trace(llm.engine, prompts, 160)
+        llm.engine.flush_cache()
+        whole = trace(llm.engine, prompts, 160, only_whole=True)
+    assert whole.whole_steps == long.whole_steps < len(long.steps)
+    assert sum(map(len, whole.output_ids)) == whole.steps[-1][1] < long.steps[-1][1]
+    for ended, text in zip(whole.output_ids, long.output_ids, strict=True):
+        assert ended == text[: len(ended)]
     assert short.step_seconds == []
     steps = long.step_seconds
     tokens = [out for _, out in long.steps]

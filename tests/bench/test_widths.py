@@ -99,6 +99,15 @@ def test_an_engine_without_simulated_acceptance_is_refused() -> None:
             measure([(spec, (SINGLE,))], Cell(Load(1, "2")), prompts, 8, 1)
 
 
+@pytest.mark.parametrize("lengths", ["2", None])
+def test_prompts_of_simulated_loads_are_computed_once(lengths: str | None) -> None:
+    own = {"speculative_simulate_accept_length": 2.0} if lengths else {}
+    with golden_llm("NGRAM", speculative_adaptive=True, page_size=1, **own) as spec:
+        prompts = [CASES[0]["prompt"]]
+        measure([(spec, (SINGLE,))], Cell(Load(1, lengths)), prompts, 8, 2)
+        assert (spec.engine.metrics().prefix.hits > 0) == (lengths is not None)
+
+
 def test_each_policy_has_an_engine() -> None:
     settings = widths_settings({}, [Shape(4, 8, 8)], ["1.3,5", "2"], True)
     assert settings["speculative_simulate_accept_length"] == 5.0

@@ -183,8 +183,11 @@ def trace(
     output_len: int,
     *,
     ignore_eos: bool = True,
+    only_whole: bool = False,
 ) -> Trace:
-    """Runs one batch to its end, stepping the engine by hand."""
+    """Runs one batch, stepping the engine by hand: to its end, or with `only_whole` until the first
+    request has ended.
+    """
     params = SamplingParams(temperature=0.0, max_new_tokens=output_len, ignore_eos=ignore_eos)
     requests = [engine.make_request(list(ids), params) for ids in prompts]
     begin = time.perf_counter()
@@ -203,6 +206,8 @@ def trace(
                 prefill_steps = whole_steps = len(steps)
         elif whole_steps == len(steps) - 1 and all(map(lt, before, lengths)):
             whole_steps = len(steps)
+        elif only_whole:
+            engine.abort_all("what is measured has ended")
     while engine.has_work:
         engine.step()
     for request in requests:

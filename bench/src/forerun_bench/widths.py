@@ -116,13 +116,16 @@ def measure(
 ) -> None:
     """Measures a load with these engines and policies, interleaved, and adds what it finds."""
     runs: dict[str, Callable[[], tuple[Trace, Counter[float]]]] = {}
+    simulated_load = cell.load.lengths is not None
     for llm, names in llms:
-        if cell.load.lengths is not None and PLAIN not in names:
+        if simulated_load and PLAIN not in names:
             simulated = device_step(llm.engine.executor).simulate
             assert simulated is not None, "an engine without simulated acceptance"
             simulated.set(accept_lengths(cell.load.lengths))
-        runs |= {name: partial(_run, llm.engine, name, prompts, output_len) for name in names}
-    flush = partial(flush_caches, *(llm for llm, _ in llms))
+        own = partial(_run, only_whole=simulated_load)
+        runs |= {name: partial(own, llm.engine, name, prompts, output_len) for name in names}
+    # Speeds begin after the prefill. So where texts say nothing, K/V of prompts may be there.
+    flush = partial(flush_caches, *(() if simulated_load else (llm for llm, _ in llms)))
     for run in runs.values():  # kernels are warm, and policies know the load
         flush()
         run()
@@ -135,10 +138,16 @@ def measure(
 
 
 def _run(
-    engine: Engine, name: str, prompts: Sequence[Sequence[int]], output_len: int
+    engine: Engine,
+    name: str,
+    prompts: Sequence[Sequence[int]],
+    output_len: int,
+    *,
+    only_whole: bool,
 ) -> tuple[Trace, Counter[float]]:
     widths = engine.scheduler.widths
     own = FixedWidth(widths.widths) if name == FULL else widths
     before = Counter(own.chosen)
     with policy(engine, own) if name == FULL else nullcontext():
-        return trace(engine, prompts, output_len), own.chosen - before
+        timed = trace(engine, prompts, output_len, only_whole=only_whole)
+        return timed, own.chosen - before
