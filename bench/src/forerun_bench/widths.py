@@ -116,16 +116,16 @@ def measure(
 ) -> None:
     """Measures a load with these engines and policies, interleaved, and adds what it finds."""
     runs: dict[str, Callable[[], tuple[Trace, Counter[float]]]] = {}
-    simulated_load = cell.load.lengths is not None
+    lengths = cell.load.lengths
     for llm, names in llms:
-        if simulated_load and PLAIN not in names:
+        if lengths is not None and PLAIN not in names:
             simulated = device_step(llm.engine.executor).simulate
             assert simulated is not None, "an engine without simulated acceptance"
-            simulated.set(accept_lengths(cell.load.lengths))
-        own = partial(_run, only_whole=simulated_load)
+            simulated.set(accept_lengths(lengths))
+        own = partial(_run, only_whole=lengths is not None)
         runs |= {name: partial(own, llm.engine, name, prompts, output_len) for name in names}
     # Speeds begin after the prefill. So where texts say nothing, K/V of prompts may be there.
-    flush = partial(flush_caches, *(() if simulated_load else (llm for llm, _ in llms)))
+    flush = partial(flush_caches, *((llm for llm, _ in llms) if lengths is None else ()))
     for run in runs.values():  # kernels are warm, and policies know the load
         flush()
         run()
