@@ -108,6 +108,16 @@ def test_prompts_of_simulated_loads_are_computed_once(lengths: str | None) -> No
         assert (spec.engine.metrics().prefix.hits > 0) == (lengths is not None)
 
 
+def test_every_batch_has_all_of_the_accept_lengths() -> None:
+    """Requests of one length end together, so the next batch has the slots of one length."""
+    own = {"speculative_simulate_accept_length": 7.0, "max_running_requests": 4}
+    with golden_llm("NGRAM", speculative_adaptive=True, **own) as spec:
+        for batch in (4, 2, 4, 2):
+            cell = Cell(Load(batch, "1,7"))
+            measure([(spec, (FULL,))], cell, [CASES[0]["prompt"]] * batch, 16, 1)
+            assert cell.accept_length[FULL] == pytest.approx(4, abs=1)
+
+
 def test_each_policy_has_an_engine() -> None:
     settings = widths_settings({}, [Shape(4, 8, 8)], ["1.3,5", "2"], True)
     assert settings["speculative_simulate_accept_length"] == 5.0

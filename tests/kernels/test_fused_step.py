@@ -167,11 +167,17 @@ def test_simulated_acceptance(mean: float, device: torch.device) -> None:
 
 def test_requests_have_one_of_several_accept_lengths(device: torch.device) -> None:
     simulated = SimulatedAcceptance.of((1.0, 3.0, 5.0), 8, 6, device)
+    simulated.admit([0, 1, 2, 3, 4, 5])
     slots = torch.tensor([5, 0, 1, 2, 3], device=device)
     for _ in range(3):
         assert simulated.num_committed(slots, 8).tolist() == [5, 1, 3, 5, 1]
     assert simulated.num_committed(slots, 4).tolist() == [4, 1, 3, 4, 1]
+    # Slots that come free together had one length; who takes them has the lengths in turn.
+    for taken, expected in (([5, 2], [1, 3]), ([2, 5], [1, 5])):
+        simulated.admit(taken)
+        assert simulated.num_committed(slots[[0, 3]], 8).tolist() == expected
     simulated.set((2.0,))
+    simulated.admit([5])
     assert simulated.num_committed(slots, 8).tolist() == [2] * 5
 
 

@@ -243,7 +243,10 @@ class DeviceExecutor:
         ):  # it is part of this step, but its result is dropped
             self._slots[slot].sampling, self._slots[slot].logprobs = ANY_SAMPLING, None
         if plan.admitted:
-            self.step.reset_states([a.slot for a in plan.admitted], plan.load_snapshots)
+            slots = [a.slot for a in plan.admitted]
+            self.step.reset_states(slots, plan.load_snapshots)
+            if self.step.simulate is not None:
+                self.step.simulate.admit(slots)
         if plan.page_writes:
             self.tables.write_pages(plan.page_writes)
         if plan.window_writes:

@@ -7,8 +7,9 @@ runs as usual. The text is not that of the target.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -43,10 +44,11 @@ def accept_lengths(given: str | float) -> tuple[float, ...]:
 class SimulatedAcceptance:
     """How many tokens each step of a slot commits, whatever the drafts are.
 
-    Of several means, slots have one each, in turn. Step i of a slot commits
-    floor((i + 1) * mean) - floor(i * mean), in fixed point; or, by chance, as many drafts as are
-    accepted if each is with one probability, given those before it. A step commits at most the
-    tokens that it verifies. Captured steps read the tensors: `set` takes effect at the next replay.
+    Of several means, requests have one each, in turn as they are admitted (again after a
+    preemption). Step i of a slot commits floor((i + 1) * mean) - floor(i * mean), in fixed point;
+    or, by chance, as many drafts as are accepted if each is with one probability, given those
+    before it. A step commits at most the tokens that it verifies. Captured steps read the tensors:
+    `set` and `admit` take effect at the next replay.
     """
 
     num_verify_tokens: int  # most tokens that a step verifies of a request, W = K + 1
@@ -55,6 +57,7 @@ class SimulatedAcceptance:
     # [S, K] float32: the probabilities that drafts 1 to k of a step are all accepted; None: not by
     # chance.
     survival: Tensor | None = None
+    turns: deque[float] = field(default_factory=deque)  # the means of the next requests
 
     @classmethod
     def of(
@@ -91,12 +94,29 @@ class SimulatedAcceptance:
                     "speculative_simulate_accept_length must be between 1 and the"
                     f" {self.num_verify_tokens} tokens that a step verifies, got {mean}."
                 )
-        of_slot = [given[slot % len(given)] for slot in range(len(self.mean))]
-        fixed = [round(mean * 2**_FRACTION_BITS) for mean in of_slot]
-        self.mean.copy_(torch.tensor(fixed, dtype=torch.int64))
+        self.turns.clear()
+        self.turns.extend(given)
+        self._write(range(len(self.mean)))
+        self.turns.rotate(len(self.mean))
+
+    def admit(self, slots: Sequence[int]) -> None:
+        """Gives requests, which have these slots from now on, the next means."""
+        if len(self.turns) > 1:
+            self._write(slots)
+
+    def _write(self, slots: Sequence[int]) -> None:
+        means = []
+        for _ in slots:
+            means.append(self.turns[0])
+            self.turns.rotate(-1)
+        fixed = torch.tensor([round(mean * 2**_FRACTION_BITS) for mean in means])
+        device = self.mean.device
+        at = torch.tensor(slots, dtype=torch.int64).to(device, non_blocking=True)
+        self.mean[at] = fixed.to(device, non_blocking=True)
         if self.survival is not None:
-            rows = {mean: _survival(mean, self.num_verify_tokens - 1) for mean in given}
-            self.survival.copy_(torch.tensor([rows[mean] for mean in of_slot]))
+            rows = {mean: _survival(mean, self.num_verify_tokens - 1) for mean in set(means)}
+            survival = torch.tensor([rows[mean] for mean in means])
+            self.survival[at] = survival.to(device, non_blocking=True)
 
     def num_committed(self, slots: Tensor, num_verify_tokens: int) -> Tensor:
         """slots [B] int64 -> [B] int32 in 1 ... num_verify_tokens; counts the slots' steps on."""
