@@ -172,8 +172,7 @@ class PageWrite:
     pages: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeRequest:
+class DecodeRequest(NamedTuple):
     """One request of a decode step."""
 
     slot: int

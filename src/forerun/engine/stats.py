@@ -55,21 +55,17 @@ class SpecStats:
         plan = done.step.plan
         self.confidences = done.result.confidences or self.confidences
         self.num_steps += bool(plan.decode)
-        held = [planned.slot in done.result.held for planned in plan.decode]
+        self.num_request_steps += len(done.live)
+        self.num_tokens += sum(len(done.result.decode[at]) for at in done.live)
+        if plan.num_verify_tokens == 1:
+            return
         verified = done.result.drafts_of(plan)
-        entries = zip(
-            done.step.decode, done.result.decode, done.live_decode, held, verified, strict=True
-        )
-        for request, tokens, live, left, count in entries:
-            if not live or (left and not tokens):
-                continue
-            self.num_request_steps += 1
-            self.num_tokens += len(tokens)
-            num_drafts = request.params.draft_limit(count)
+        for at in done.live:
+            num_drafts = done.step.decode[at].params.draft_limit(verified[at])
             if num_drafts:
                 self.num_drafts += 1
                 self.num_draft_tokens += num_drafts
-                self.accepted[max(min(len(tokens) - 1, num_drafts), 0)] += 1
+                self.accepted[max(min(len(done.result.decode[at]) - 1, num_drafts), 0)] += 1
 
     def as_dict(self) -> dict[str, Any]:
         per_position = accepted_per_position(self.accepted)

@@ -19,6 +19,7 @@ import bisect
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from operator import add
 from typing import Any, NamedTuple
 
 from forerun.core.request import Request
@@ -92,7 +93,8 @@ class WidthPolicy(ABC):
 
     def choose(self, requests: Sequence[Request]) -> WidthChoice:
         """The width of the next step for these requests."""
-        wanted = 1 + max(r.params.draft_limit(self.max_drafts) for r in requests)
+        most = self.max_drafts
+        wanted = 1 + max(r.params.draft_limit(most) for r in requests) if most else 1
         at = bisect.bisect_left(self.widths, wanted)
         width = self._choose(requests, at) if wanted > 1 else 1
         self.chosen[width] += 1
@@ -111,8 +113,12 @@ class WidthPolicy(ABC):
         """A step of this width: which requests draft in it, and how much."""
         return WidthChoice(width)
 
+    def record_plain_step(self, requests: Sequence[Request]) -> None:
+        """A step without drafts."""
+        return None
+
     def record_outcomes(self, outcomes: Sequence[VerifyOutcome]) -> None:
-        """The acceptance of one step."""
+        """The acceptance of one step with drafts."""
         return None
 
     def record_survivals(
@@ -292,14 +298,21 @@ class AdaptiveWidth(ThroughputPolicy):
             params = request.params
             left = params.max_new_tokens - len(request.output) - len(request.pending)
             limit = min(1 + params.draft_limit(self.max_drafts), max(left, 1))
-            expected = request.expected_tokens or self._expected_tokens
-            for i in range(num_widths):
-                totals[i] += min(expected[i], limit)
+            expected = (request.expected_tokens or self._expected_tokens)[:num_widths]
+            if expected[-1] > limit:  # they do not fall
+                expected = tuple(min(tokens, limit) for tokens in expected)
+            totals = list(map(add, totals, expected))
         return totals
 
     def as_dict(self) -> dict[str, Any]:
         """What is shown of every adaptive policy, with global acceptance rates."""
         return super().as_dict() | {"accept_rates": list(self._rates)}
+
+    def record_plain_step(self, requests: Sequence[Request]) -> None:
+        self._acceptance.record_plain_step()
+        for request in requests:
+            if request.acceptance is not None:
+                request.acceptance.record_plain_step()
 
     def record_outcomes(self, outcomes: Sequence[VerifyOutcome]) -> None:
         drafted = []

@@ -112,5 +112,5 @@ class DecodeTurns:
             self._last_decode = self._seconds
         if not plan.prefill:
             self.no_prompts()
-        for request in decoding:
+        for request in decoding if self._new else ():
             self.remove(request)

@@ -85,7 +85,8 @@ class CompletedStep:
 
     step: ScheduledStep
     result: StepResult
-    live_decode: tuple[bool, ...]  # per decode request: it had not ended before this step
+    # Indices of the decode requests that took its tokens: they had neither ended nor left before.
+    live: list[int]
     changed: list[Request]  # requests that got tokens or ended
 
 
@@ -199,13 +200,13 @@ class Scheduler:
         step = ScheduledStep(StepPlan())
         if (burst := self.turns.burst_tokens) and self._has_prompt_tokens(burst):
             self.turns.begin_burst()
-        decoding = [r for r in self.running if r.state is State.DECODE and not self._will_finish(r)]
-        if tokens := self.turns.tokens_before_decode(decoding, self._prompt_rank()):
+        decoding, rank = self._decoding(), self._prompt_rank()
+        if tokens := self.turns.tokens_before_decode(decoding, rank):
             self._plan_prefill(step, tokens)
             if not step.prefill:
                 self.turns.no_prompts()
         if not step.prefill:
-            self._plan_decode(step)
+            self._plan_decode(step, decoding, rank)
             self._choose_width(step)
             self._plan_tracking(step)
             if not tokens:
@@ -213,7 +214,7 @@ class Scheduler:
                 beside = self.turns.tokens_beside_decode(most) if step.decode else most
                 self._plan_prefill(step, beside)
         self.turns.planned(step.plan, step.decode)
-        if not step.requests:
+        if not (step.decode or step.prefill):
             return None
         step.plan.cleared_pages, self._uncleared = self._uncleared, []
         step.plan.cleared_window_pages, self.windows.uncleared = self.windows.uncleared, []
@@ -236,9 +237,9 @@ class Scheduler:
         took = step.plan.num_prefill_tokens, bool(step.decode), result.seconds
         self.prefill_budget.record(*took)
         self.turns.times.record(*took)
-        live = tuple(request.state is not State.FINISHED for request in step.decode)
         failed = {each.slot: each for each in result.failed}
-        changed = self._complete_decode(step, result, failed)
+        live = self._complete_decode(step, result, failed)
+        changed = [step.decode[at] for at in live]
         changed += self._complete_prefill(step, result, failed)
         return CompletedStep(step, result, live, changed)
 
@@ -260,36 +261,49 @@ class Scheduler:
 
     def _complete_decode(
         self, step: ScheduledStep, result: StepResult, failed: dict[int, Failure]
-    ) -> list[Request]:
-        changed, outcomes = [], []
+    ) -> list[int]:
+        """Returns `CompletedStep.live`."""
+        live, held = [], result.held
         logprobs = result.decode_logprobs or [[]] * len(step.decode)
-        paths: Sequence[list[int] | None] = result.decode_nodes or [None] * len(step.decode)
-        verified = result.drafts_of(step.plan)
-        results = zip(step.decode, result.decode, logprobs, paths, verified, strict=True)
-        for request, tokens, of_tokens, nodes, count in results:
+        results = zip(step.decode, result.decode, logprobs, strict=True)
+        for at, (request, tokens, of_tokens) in enumerate(results):
             request.pending.pop(0)
-            if request.slot in result.held and not tokens:
+            if held and not tokens and request.slot in held:
                 self._hold(request)  # not a verify pass: what was sampled does not count
             elif request.state is not State.FINISHED:
+                live.append(at)
                 request.kv_len += len(tokens)
-                if request in step.tracked and request.slot not in failed:
+                request.verify_ct += 1
+                if step.tracked and request in step.tracked and request.slot not in failed:
                     before = request.kv_len - len(tokens)
                     self.states.complete(request, step.tracked[request], before)
-                request.verify_ct += 1
-                drafts = request.params.draft_limit(count)
-                request.proposed += drafts
-                if nodes is not None and drafts > 0:  # the limit is on the depth of a tree
-                    drafts = count
-                outcomes.append(VerifyOutcome(request, drafts, max(len(tokens) - 1, 0), nodes))
-                changed.append(self._append(request, tokens, of_tokens, failed, verified=True))
-                if request.slot in result.held:
+                self._append(request, tokens, of_tokens, failed, verified=True)
+                if held and request.slot in held:
                     self._hold(request)
-            self._settle(request)
-        if outcomes:
-            self.widths.record_outcomes(outcomes)
+            if self._leaving:
+                self._settle(request)
+        if live:
+            self._record_outcomes(step, result, live)
         if result.survivals:
             self.widths.record_survivals(step.decode, result.survivals)
-        return changed
+        return live
+
+    def _record_outcomes(self, step: ScheduledStep, result: StepResult, live: list[int]) -> None:
+        """Tells the width policy what became of the drafts."""
+        if step.plan.num_verify_tokens == 1:
+            self.widths.record_plain_step([step.decode[at] for at in live])
+            return
+        outcomes, verified = [], result.drafts_of(step.plan)
+        for at in live:
+            request, count = step.decode[at], verified[at]
+            drafts = request.params.draft_limit(count)
+            request.proposed += drafts
+            nodes = result.decode_nodes[at] if result.decode_nodes else None
+            if nodes is not None and drafts > 0:  # the limit is on the depth of a tree
+                drafts = count
+            accepted = max(len(result.decode[at]) - 1, 0)
+            outcomes.append(VerifyOutcome(request, drafts, accepted, nodes))
+        self.widths.record_outcomes(outcomes)
 
     def _complete_prefill(
         self, step: ScheduledStep, result: StepResult, failed: dict[int, Failure]
@@ -304,7 +318,8 @@ class Scheduler:
                 request.kv_len += chunk.num_tokens
                 if request.slot in failed:
                     request.kv_len = request.cached_len  # its K/V must not enter the prefix cache
-                    changed.append(self._append(request, [], [], failed, verified=False))
+                    self._append(request, [], [], failed, verified=False)
+                    changed.append(request)
                 else:
                     request.pooled += [of_hidden] if of_hidden else []
                     of_sampled = of_tokens[-1:] if token is not None else []
@@ -313,9 +328,8 @@ class Scheduler:
                     if token is not None or held:
                         self._share_prompt(request)
                     if token is not None:
-                        changed.append(
-                            self._append(request, [token], of_sampled, failed, verified=False)
-                        )
+                        self._append(request, [token], of_sampled, failed, verified=False)
+                        changed.append(request)
                     if held:
                         self._hold(request)
             self._settle(request)
@@ -323,16 +337,30 @@ class Scheduler:
 
     # --- decode ---------------------------------------------------------------------------------
 
-    def _plan_decode(self, step: ScheduledStep) -> None:
-        rank = self._prompt_rank()
-        for request in list(self.running):
-            # A later request may have been preempted for an earlier one in this loop.
-            if request.state is not State.DECODE or self._will_finish(request):
-                continue
-            if self.turns.waits(request, rank):
+    def _decoding(self) -> list[Request]:
+        """Requests that need tokens beyond those of the steps in flight, at least one of each."""
+        return [
+            request
+            for request in self.running
+            if request.state is State.DECODE
+            and len(request.output) + len(request.pending) < request.params.max_new_tokens
+        ]
+
+    def _plan_decode(
+        self, step: ScheduledStep, decoding: Sequence[Request], rank: int | None
+    ) -> None:
+        """Decodes these requests, but those that wait for a prompt of priority `rank`."""
+        if rank is not None:
+            decoding = [request for request in decoding if not self.turns.waits(request, rank)]
+        reserve, page_size = self.limits.kv_reserve, self.limits.page_size
+        windows_move = self.windows.move
+        for request in decoding:
+            # It may have been preempted for an earlier one in this loop.
+            if request.state is not State.DECODE:
                 continue
             bound = request.kv_len_ub
-            if self._grow(request, bound + self.limits.kv_reserve, step.plan):
+            fits = bound + reserve <= len(request.pages) * page_size
+            if (fits and not windows_move) or self._grow(request, bound + reserve, step.plan):
                 step.plan.decode.append(DecodeRequest(request.slot, bound))
                 step.decode.append(request)
 
@@ -376,10 +404,6 @@ class Scheduler:
         if plain:
             for request in step.decode:
                 request.pending_observe += 1
-
-    def _will_finish(self, request: Request) -> bool:
-        """Whether the steps in flight, at least one token each, suffice for `max_new_tokens`."""
-        return len(request.output) + len(request.pending) >= request.params.max_new_tokens
 
     def _grow(self, request: Request, tokens: int, plan: StepPlan) -> bool:
         """Ensures pages for `tokens` KV slots, preempting the last requests if necessary."""
@@ -595,19 +619,19 @@ class Scheduler:
         logprobs: Sequence[TokenLogprobs],
         failed: dict[int, Failure],
         verified: bool,
-    ) -> Request:
+    ) -> None:
         kept = append_tokens(request, tokens, logprobs)
         if verified:  # drafts after a stop do not count
             request.accept_lengths.append(kept)
-            request.correct_drafts.append(min(kept, max(len(tokens) - 1, 0)))
-        if request.finish is None and request.slot in failed:
+            has_bonus = 0 < kept == len(tokens)
+            request.correct_drafts.append(kept - has_bonus)
+        if failed and request.finish is None and request.slot in failed:
             request.failed = True
             failure = failed[request.slot]
             message = f"Output token {len(request.output) + 1}: {failure.reason}"
             request.finish = FinishReason("abort", message=message, err_type=failure.err_type)
         if request.finish is not None:
             self._end(request)
-        return request
 
     def _end(self, request: Request) -> None:
         if request in self.running:

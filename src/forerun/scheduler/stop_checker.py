@@ -21,12 +21,18 @@ def append_tokens(
 
     `logprobs`: one per token, of a request that returns them.
     """
-    kept = _append_ids(request, tokens)
-    request.output_logprobs += logprobs[:kept]
+    output, kept = request.output, len(tokens)
+    left = request.params.max_new_tokens - len(output)
+    if kept < left and request.stop_ids.isdisjoint(tokens):
+        output += tokens
+    else:
+        kept = _append_until_stop(request, tokens)
+    if logprobs:
+        request.output_logprobs += logprobs[:kept]
     return kept
 
 
-def _append_ids(request: Request, tokens: Sequence[int]) -> int:
+def _append_until_stop(request: Request, tokens: Sequence[int]) -> int:
     output, max_new_tokens = request.output, request.params.max_new_tokens
     if tokens and max_new_tokens == 0:  # the prompt is all that was to be run
         request.finish = FinishReason("length", length=0)

@@ -108,6 +108,11 @@ class Windows:
         self._write(request, held, plan)
         return True
 
+    @property
+    def move(self) -> bool:
+        """Whether there are any: `extend` moves a request's window on with every token."""
+        return self.pages is not None
+
     # --- sharing and release --------------------------------------------------------------------
 
     def end_prefill(self, request: Request) -> None:
