@@ -176,6 +176,23 @@ def test_held_back_text_is_emitted_if_it_is_no_stop_string() -> None:
     assert text == "ab STO" and not streamed
 
 
+def test_without_stop_strings_nothing_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched: list[str] = []
+    monkeypatch.setattr(StopStrings, "scan", lambda self, text: searched.append(text))
+    _, text, streamed = run([[t] for t in ids("ab STO")])
+    assert text == "ab STO" and [s for s, _ in streamed] == [
+        "a",
+        "ab",
+        "ab ",
+        "ab S",
+        "ab ST",
+        text,
+    ]
+    assert not searched
+    run([[t] for t in ids("ab")], stop="b")
+    assert searched == ["a", "b"]
+
+
 def test_characters_come_out_whole() -> None:
     text = "héllo → 漢字 🙂!"
     detokenizer, seen = Detokenizer(Bytes(), True), ""

@@ -176,7 +176,7 @@ class OutputText:
     ) -> None:
         """`with_text`: a token is shown together with its text, also without stop strings."""
         self._detokenizer = Detokenizer(tokenizer, params.skip_special_tokens)
-        self._stops = StopStrings(params.stop)
+        self._stops = StopStrings(params.stop) if params.stop else None
         self._with_text = with_text or bool(params.stop)
         self._min_tokens = params.min_new_tokens
         self._text = ""
@@ -199,7 +199,7 @@ class OutputText:
             new = self._detokenizer.push(token)
             self._text += new
             self._ends.append(len(self._text))
-            match = self._stops.scan(new)
+            match = None if self._stops is None else self._stops.scan(new)
             if stop_id and len(self._ends) == len(output):
                 return None
             if match is not None and len(self._ends) >= self._min_tokens:
@@ -218,7 +218,7 @@ class OutputText:
 
         With stop strings or `with_text`, tokens are held back together with their text.
         """
-        end = len(self._text) - self._stops.held
+        end = len(self._text) - (0 if self._stops is None else self._stops.held)
         new, self._shown = self._text[self._shown : end], end
         return new, self.num_tokens(end) if self._with_text else len(self._ends)
 

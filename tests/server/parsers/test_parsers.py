@@ -101,6 +101,17 @@ def parse(parser: Scanner | OutputParser, *pieces: str) -> list[Event]:
     return merged([*(e for piece in pieces for e in parser.feed(piece)), *parser.finish()])
 
 
+def test_an_output_without_parsers_is_text_as_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forerun.server.parsers.output.merged", None)
+    parser = OutputParser(None, None)
+    found = [parser.feed(piece) for piece in ("a <think>", "", "b")]
+    assert found == [[Text("a <think>")], [], [Text("b")]]
+    assert [event.start for events in found for event in events if isinstance(event, Text)] == [
+        0,
+        9,
+    ]
+
+
 def events_of(calls: Sequence[tuple[str, str]]) -> list[Event]:
     return [
         event

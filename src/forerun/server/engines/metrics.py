@@ -37,17 +37,16 @@ class Throughput:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._recent: deque[tuple[float, int]] = deque()  # start of an interval, and its tokens
-        self._sum = 0
+        self._recent: deque[list[float]] = deque()  # start of an interval, and its tokens
+        self._sum = 0.0
 
     def add(self, tokens: int, now: float) -> None:
-        if self._recent and now - self._recent[-1][0] < self.RESOLUTION:
-            start, before = self._recent.pop()
-            self._recent.append((start, before + tokens))
-        else:
-            self._recent.append((now, tokens))
         self._sum += tokens
-        self._forget(now)
+        if self._recent and now - self._recent[-1][0] < self.RESOLUTION:
+            self._recent[-1][1] += tokens
+        else:
+            self._recent.append([now, tokens])
+            self._forget(now)
 
     def value(self) -> float:
         self._forget(self._clock())

@@ -151,24 +151,21 @@ class _Running:
         ended = request.state is State.FINISHED
         if len(request.output) == self.num_tokens and not ended:
             return None
-        tokens = request.output[self.num_tokens :]
-        lengths = request.accept_lengths[self.num_steps :]
-        correct = request.correct_drafts[self.num_steps :]
-        output_logprobs = request.output_logprobs[self.num_tokens :]
-        prompt_logprobs = request.prompt_logprobs[self.num_prompt_logprobs :]
-        self.num_tokens += len(tokens)
-        self.num_steps += len(lengths)
-        self.num_prompt_logprobs += len(prompt_logprobs)
+        new, steps, num_prompt_logprobs = self.num_tokens, self.num_steps, self.num_prompt_logprobs
+        self.num_tokens = len(request.output)
+        self.num_steps = len(request.accept_lengths)
+        self.num_prompt_logprobs = len(request.prompt_logprobs)
+        scored = request.logprobs is not None
         return Advance(
             rid=request.rid,
-            tokens=tokens,
-            accept_lengths=lengths,
-            correct_drafts=correct,
+            tokens=request.output[new:],
+            accept_lengths=request.accept_lengths[steps:],
+            correct_drafts=request.correct_drafts[steps:],
             proposed=request.proposed,
             cached_tokens=request.cached_tokens,
             finish=request.finish if ended else None,
-            output_logprobs=output_logprobs,
-            prompt_logprobs=prompt_logprobs,
+            output_logprobs=request.output_logprobs[new:] if scored else [],
+            prompt_logprobs=request.prompt_logprobs[num_prompt_logprobs:] if scored else [],
             pooled=request.pooled if ended else [],
             number=self.number,
         )

@@ -22,8 +22,10 @@ class OutputParser:
         self._length = 0  # of the text so far
 
     def feed(self, text: str) -> list[Event]:
-        events: list[Event] = [Text(text, self._length)]
+        events: list[Event] = [Text(text, self._length)] if text else []
         self._length += len(text)
+        if self._reasoning is None and self._tools is None:
+            return events
         if self._reasoning is not None:
             events = self._reasoning.feed(text)
         return merged(self._with_calls(events))
