@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,13 @@ import pytest
 from forerun import LLM, SamplingParams
 from forerun.core.errors import ConfigError, ExecutorError, RequestError
 from forerun_train.data.records import DataError
-from forerun_train.regenerate import Answers, Regeneration, read_prompts, regenerate
+from forerun_train.regenerate import (
+    Answers,
+    Regeneration,
+    _in_order_of_end,
+    read_prompts,
+    regenerate,
+)
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=16)
 LIMIT = 40  # characters of a prompt that the stand-in takes
@@ -256,3 +263,31 @@ def test_the_command_refuses_in_one_line(tmp_path: Path) -> None:
         )
         assert done.returncode == 2
         assert done.stderr.count("\n") == 1 and message in done.stderr
+
+
+def test_the_end_of_a_prompt_takes_as_long_whatever_is_in_flight() -> None:
+    """Counted: Python's calls in the thread that submits prompts and books answers."""
+
+    class Pool(ThreadPoolExecutor):
+        def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+            future: Future[Any] = Future()
+            future.set_result(fn(*args))
+            return future
+
+    def calls(ahead: int) -> int:
+        count = 0
+
+        def on_event(frame: Any, event: str, arg: Any) -> None:
+            nonlocal count
+            count += event == "call"
+
+        items = list(range(300))
+        sys.setprofile(on_event)
+        try:
+            found = [each.result() for each in _in_order_of_end(Pool(1), abs, items, ahead)]
+        finally:
+            sys.setprofile(None)
+        assert sorted(found) == items
+        return count
+
+    assert calls(100) < 1.2 * calls(2)

@@ -13,9 +13,10 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Protocol
 
 from forerun import RequestOutput, SamplingParams, __version__
@@ -302,15 +303,13 @@ def _in_order_of_end(
     pool: ThreadPoolExecutor, work: Callable[[Prompt], Any], items: Sequence[Prompt], ahead: int
 ) -> Iterator[Future[Any]]:
     """Futures when they are done, with `ahead` of them submitted at a time."""
-    waiting: set[Future[Any]] = set()
-    for item in items:
-        waiting.add(pool.submit(work, item))
-        if len(waiting) >= ahead:
-            done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-            yield from done
-    while waiting:
-        done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-        yield from done
+    done: SimpleQueue[Future[Any]] = SimpleQueue()
+    for number, item in enumerate(items):
+        pool.submit(work, item).add_done_callback(done.put)
+        if number + 1 >= ahead:
+            yield done.get()
+    for _ in items[max(len(items) - ahead + 1, 0) :]:
+        yield done.get()
 
 
 def _plain(value: Any) -> Any:
