@@ -8,10 +8,13 @@ from functools import cache
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from forerun import LLM
 from forerun.executor.device_executor import DeviceExecutor, device_step
 from forerun.executor.graphs.steps import DeferredBatch, EagerSteps
+from forerun.kernels.speculation.ring_buffer import ring_buffer_write
+from forerun.scheduler.adaptive_width import FixedWidth
 from forerun.speculative import registry
 from forerun.speculative.base import Draft, ProposeInput
 from tests.engine.test_algorithms import GREEDY, PROMPTS
@@ -189,3 +192,28 @@ def test_padding_slots_do_not_change_the_output(
         executor.steps = PaddedSteps(executor.step)
         assert conversation(llm) == usual(name, overlap_depth)
         assert executor.tables.kv_len[executor.tables.padding_slot] == 0
+
+
+def test_only_states_that_are_read_are_kept(
+    chain_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = []
+
+    def write(buffer: Tensor, slots: Tensor, positions: Tensor, values: Tensor) -> None:
+        written.append(values.shape[1])
+        ring_buffer_write(buffer, slots, positions, values)
+
+    monkeypatch.setattr("forerun.executor.step.deferred_observe.ring_buffer_write", write)
+    for name, finals in (("DFLASH", 0), ("NEXTN", 1), ("STANDALONE", 0)):
+        written.clear()
+        with engine(name, chain_llm) as llm:
+            step = device_step(llm.engine.executor)
+            hidden, layers = step.model.config.hidden_size, len(step.caps.target_layers)
+            executor = llm.engine.executor
+            assert isinstance(executor, DeviceExecutor)
+            executor.steps = EagerSteps(step)
+            llm.engine.scheduler.widths = FixedWidth((1,))
+            written.clear()
+            llm.generate(input_ids=[PROMPTS[0]], sampling_params={**GREEDY, "max_new_tokens": 3})
+        states = [hidden] * finals + [hidden * layers] * (layers > 0)
+        assert written == 2 * states, name

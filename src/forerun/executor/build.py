@@ -226,6 +226,7 @@ class _Builder:
             settings.limits.slots + 1,
             capacity,
             settings.target.hidden_size,
+            settings.caps.reads_hidden_states,
             len(settings.caps.target_layers),
             settings.dtype,
             settings.device,

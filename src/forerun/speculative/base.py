@@ -247,7 +247,7 @@ class ObserveInput:
     q_lens: tuple[int, ...]  # tokens of each request, T in all; with `rows` at most so many
     input_ids: Tensor  # [T] int64
     # [T, H], after the final norm. Without `SpecCaps.reads_hidden_states` those of prompts are not
-    # all computed: do not read them.
+    # all computed and those of plain steps are not kept: do not read them.
     hidden_states: Tensor
     aux_hidden_states: Tensor | None  # [T, n * H]: outputs of the n `target_layers`
     next_ids: Tensor  # [T] int64: the token after each, from the prompt or sampled

@@ -26,7 +26,7 @@ from forerun.speculative.base import Draft
 log = logging.getLogger("forerun")
 
 MAX_TOKENS = 32  # of a recorded step; with more, computing takes longer than calling
-MAX_DEFERRED = 2  # requests of a recorded deferred observe, for the same reason
+MAX_DEFERRED = 16  # requests of a recorded deferred observe, for the same reason
 MAX_BYTES = 256 << 20  # of all recorded steps' activations
 
 
