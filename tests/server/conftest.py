@@ -5,8 +5,11 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from fastapi import routing, utils
+from fastapi.dependencies import utils as dependencies
 
 from forerun import LLM
 from tests.cli.conftest import forerun
@@ -27,6 +30,27 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of this folder come first: workers take others' last ones, one server is enough."""
     items.sort(key=lambda item: not item.path.is_relative_to(FOLDER))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _fields_once() -> Iterator[None]:
+    """Endpoints of every application take the same bodies and parameters.
+
+    FastAPI makes their fields twice, for a router and when a request first reaches it; tests have
+    hundreds of applications.
+    """
+    make, made = utils.create_model_field, dict[tuple[Any, str], Any]()
+
+    def once(name: str, type_: Any, **how: Any) -> Any:
+        key = (type_, repr((name, how)))
+        if key not in made:
+            made[key] = make(name, type_, **how)
+        return made[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(routing, "create_model_field", once)
+        patch.setattr(dependencies, "create_model_field", once)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import httpx
-from fastapi import FastAPI, routing, utils
-from fastapi.dependencies import utils as dependencies
+from fastapi import FastAPI
 from openai import AsyncOpenAI
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -143,8 +141,7 @@ class Scripted:
         self.engine = self._new_engine(scripts, step)
         service = Service(ServerSettings(**settings), self.engine, self._text)  # type: ignore[arg-type]
         self.service = service
-        # Most of the time: the document is made when it is asked for, fields are made once.
-        with patch.object(FastAPI, "openapi"), _fields_once():
+        with patch.object(FastAPI, "openapi"):  # it is made when it is asked for
             self.app = build_app(service)
         transport = httpx.ASGITransport(self.app)
         self._http = httpx.AsyncClient(transport=transport, base_url="http://localhost")
@@ -192,27 +189,6 @@ class Scripted:
             return await self._http.post(path, content=body, headers=headers)
 
         return self.run(posted)
-
-
-_FIELDS: dict[tuple[Any, str], Any] = {}
-
-
-@contextmanager
-def _fields_once() -> Iterator[None]:
-    """Endpoints of every application take the same bodies and parameters."""
-    make = utils.create_model_field
-
-    def once(name: str, type_: Any, **how: Any) -> Any:
-        key = (type_, repr((name, how)))
-        if key not in _FIELDS:
-            _FIELDS[key] = make(name, type_, **how)
-        return _FIELDS[key]
-
-    with (
-        patch.object(routing, "create_model_field", once),
-        patch.object(dependencies, "create_model_field", once),
-    ):
-        yield
 
 
 async def _call(create: Callable[..., Any], body: dict[str, Any]) -> Any:
