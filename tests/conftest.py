@@ -23,7 +23,7 @@ import pytest
 import torch
 
 from tests import property_examples
-from tests.covering import covering, is_in_share, share
+from tests.covering import axes, covering, is_in_share, share
 
 # GPU machines may not have the server's packages.
 collect_ignore = ["server"] if importlib.util.find_spec("fastapi") is None else []
@@ -54,6 +54,16 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _short_measurements() -> Iterator[None]:
+    """Engines start with costs of few steps on a CPU: no test depends on times."""
+    from forerun.executor.step import costs
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(costs, "EAGER", costs.MeasurementBudget(0.0, 1, 2))
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -105,35 +115,50 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def _cell(item: pytest.Item) -> tuple[tuple[int, ...], dict[str, str]]:
+    """What a matrix covers, and a cell's values: 1 of its axes where no mark says more.
+
+    Without that mark, cells that are `exhaustive` or `gpu` and tests of one axis are no matrix.
+    """
+    if not isinstance(item, pytest.Function) or not hasattr(item, "callspec"):
+        return (), {}
+    values, mark = item.callspec.params, item.get_closest_marker("covering")
+    if mark is not None:
+        return mark.args, {name: repr(value) for name, value in values.items()}
+    cell = axes(values, [mark.args[0] for mark in item.iter_markers("parametrize")])
+    marked = any(item.get_closest_marker(name) for name in ("exhaustive", "gpu"))
+    return () if marked or len(cell) < 2 else (1,), cell
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of a matrix marked `covering` all cells but a covering set become `exhaustive`.
+    """Of a matrix all cells but a covering set become `exhaustive`.
 
     With a second strength, only cells that cover this one become `exhaustive`; the others are
-    dropped. Tests marked `gpu` are skipped where there is none.
+    dropped. Tests marked `gpu` are skipped where there is none, in quick runs without a word.
     """
     matrices = defaultdict(list)
     for item in items:
-        mark = item.get_closest_marker("covering")
-        if mark is not None and isinstance(item, pytest.Function):
-            matrices[item.parent, item.originalname, mark.args].append(item)
+        strengths, values = _cell(item)
+        if strengths:
+            matrices[item.parent, item.originalname, strengths].append((item, values))
     dropped: set[pytest.Item] = set()
-    for (_, _, (strength, *more)), cells in matrices.items():
-        named = [{k: repr(v) for k, v in cell.callspec.params.items()} for cell in cells]
+    for (_, _, (strength, *more)), matrix in matrices.items():
+        cells, named = zip(*matrix, strict=True)
         rest = set(range(len(cells))) - covering(named, strength)
         for i in rest:
             cells[i].add_marker(pytest.mark.exhaustive)
         if more:
             dropped.update(cells[i] for i in rest - covering(named, *more))
     number, of = config.getoption("--share")
+    gpu = set() if _gpu() else {item for item in items if item.get_closest_marker("gpu")}
     others = {
         item
         for item in items
         if item.get_closest_marker("exhaustive") and not is_in_share(item.nodeid, number, of)
     }
-    config.hook.pytest_deselected(items=list(others | dropped))
-    items[:] = [item for item in items if item not in others | dropped]
-    marked = [item for item in items if item.get_closest_marker("gpu")]
-    if marked and not _gpu():
-        for item in marked:
-            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+    left_out = others | dropped | (gpu if property_examples.quick else set())
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
+    for item in gpu - left_out:
+        item.add_marker(pytest.mark.skip(reason="needs a GPU"))

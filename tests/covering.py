@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations, product
 from typing import Any
 
@@ -26,6 +26,19 @@ def covering(cells: Sequence[Mapping[str, str]], strength: int) -> set[int]:
         for combos in missing:
             combos -= found
     return chosen
+
+
+def axes(values: Mapping[str, Any], parametrized: Iterable[str | Sequence[str]]) -> dict[str, str]:
+    """A cell's values: parameters that one `parametrize` gives together are one axis."""
+    axis = {}
+    for names in parametrized:
+        together = [n.strip() for n in names.split(",")] if isinstance(names, str) else names
+        axis.update(dict.fromkeys(together, ",".join(together)))
+    found: dict[str, str] = {}
+    for name, value in values.items():
+        at = axis.get(name, name)
+        found[at] = found.get(at, "") + repr(value)
+    return found
 
 
 def covering_cells(strength: int, axes: Mapping[str, Sequence[Any]]) -> pytest.MarkDecorator:

@@ -6,7 +6,7 @@ from itertools import combinations, product
 
 import pytest
 
-from tests.covering import covering, is_in_share, share
+from tests.covering import axes, covering, is_in_share, share
 
 
 @pytest.mark.parametrize(
@@ -36,6 +36,24 @@ def test_parameters_that_go_together_are_no_product() -> None:
     cells = [{"a": i, "b": i, "c": j} for i in "0123" for j in "01"]
     assert len(covering(cells, 2)) == 8
     assert len(covering(cells, 1)) == 4
+
+
+def test_what_is_given_together_is_one_axis() -> None:
+    """All cases of a list stay, and of a product every value."""
+    cases, sizes = [("a", 1), ("a", 2), ("b", 1), ("b", 2)], range(3)
+    cells = [axes({"x": x, "y": y, "n": n}, ["x, y", ["n"]]) for x, y in cases for n in sizes]
+    assert set(cells[0]) == {"x,y", "n"}
+    assert axes({"way": 1}, []) == {"way": "1"}  # of a fixture
+    assert len(covering(cells, 1)) == len(cases)
+
+
+@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("letter", "abcd")
+def test_without_a_mark_a_matrix_covers_1(
+    letter: str, number: int, request: pytest.FixtureRequest
+) -> None:
+    marked = request.node.get_closest_marker("exhaustive") is not None
+    assert marked == ("abcd".index(letter) != number)
 
 
 @pytest.mark.parametrize("text", ["0/2", "3/2", "1", "a/b", "1/2/3"])

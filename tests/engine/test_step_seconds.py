@@ -31,6 +31,8 @@ def test_a_slow_consumer_does_not_change_step_costs(
     clock = Clock()
     for module in (engine_module, step_clock, step_costs):
         monkeypatch.setattr(module, "time", clock)
+    of_all_sizes = step_costs.MeasurementBudget(1.0, 1, 2)
+    monkeypatch.setattr(step_costs, "EAGER", of_all_sizes)
     settings = {"overlap_depth": overlap_depth, "speculative_adaptive": True}
     with golden_llm("DFLASH", max_running_requests=2, **settings) as llm:
         measured = llm.stats()["width"]["step_costs"]
