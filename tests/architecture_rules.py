@@ -114,6 +114,11 @@ class Module:
     def nodes(self) -> list[ast.AST]:
         return list(ast.walk(self.tree))
 
+    @cached_property
+    def host_syncs(self) -> list[tuple[str, int, str]]:
+        """(path:qualified name of the function, line, call) of every host sync."""
+        return list(_syncs(self.tree, f"{self.path}:"))
+
     @property
     def name(self) -> str:
         """As it is imported."""
@@ -281,14 +286,9 @@ def _does_nothing(node: ast.stmt) -> bool:
 def no_host_sync(module: Module) -> Iterator[str]:
     """Step code neither waits for the device nor reads from it, except in `HOST_READS`."""
     if module.under(STEP_CODE):
-        for name, line, call in host_syncs(module):
+        for name, line, call in module.host_syncs:
             if name not in HOST_READS:
                 yield f"{module.path}:{line}: {call} in {name}"
-
-
-def host_syncs(module: Module) -> Iterator[tuple[str, int, str]]:
-    """(path:qualified name of the function, line, call) of every host sync in a file."""
-    yield from _syncs(module.tree, f"{module.path}:")
 
 
 def _syncs(node: ast.AST, scope: str) -> Iterator[tuple[str, int, str]]:

@@ -34,7 +34,7 @@ def findings() -> tuple[dict[str, list[str]], set[str]]:
     for module in modules():
         for rule in rules.RULES:
             broken[rule.__name__] += rule(module)
-        host_reads |= {where for where, *_ in rules.host_syncs(module)}
+        host_reads |= {where for where, *_ in module.host_syncs}
     return broken, host_reads
 
 

@@ -62,9 +62,8 @@ def run(
     return backend.attend(plan, layer, AttentionSpec(mask, DIM**-0.5), q)
 
 
-@pytest.mark.parametrize(
-    "page", [16, *(pytest.param(page, marks=pytest.mark.exhaustive) for page in (1, 64))]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("page", [16, 1, 64])
 def test_prefill_then_blocks(page: int, device: torch.device) -> None:
     """Prompts in two chunks, then a verify step with a padding slot, over two layers."""
     pair, table = backends(page, device), tables(page, device)

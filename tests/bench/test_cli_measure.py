@@ -45,6 +45,7 @@ def test_demo_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert picture.startswith("<svg") and "identical:" in picture.replace("&#160;", " ")
 
 
+@pytest.mark.exhaustive
 @needs_pair
 def test_demo_sampled_text_is_identical_too(capsys: pytest.CaptureFixture[str]) -> None:
     args = ("--max-new-tokens", "12", "--repetitions", "1", "--temperature", "0.8", "--seed", "7")
@@ -53,6 +54,7 @@ def test_demo_sampled_text_is_identical_too(capsys: pytest.CaptureFixture[str]) 
     assert (out["temperature"], out["seed"]) == (0.8, 7)
 
 
+@pytest.mark.exhaustive
 @needs_pair
 def test_demo_of_another_target(capsys: pytest.CaptureFixture[str]) -> None:
     """With its draft; a fault of either would be one line."""
@@ -63,6 +65,7 @@ def test_demo_of_another_target(capsys: pytest.CaptureFixture[str]) -> None:
     assert [p["skill"] for p in out["prompts"][::2]] == ["dialogue", "code", "maths", "summary"]
 
 
+@pytest.mark.exhaustive
 @needs_pair
 def test_demo_without_a_draft_says_so(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -109,6 +112,7 @@ def test_one_batch_json(capsys: pytest.CaptureFixture[str]) -> None:
         assert result["acceptance"]["completion_tokens"] == 8 * result["batch_size"]
 
 
+@pytest.mark.exhaustive
 @needs_pair
 def test_one_batch_dummy_weights(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     config = (PAIR / "target" / "config.json").read_text(encoding="utf-8")
@@ -132,6 +136,7 @@ def test_one_batch_of_two_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     assert result["plain"]["steps"] == 5
 
 
+@pytest.mark.covering(0)
 @needs_pair
 @pytest.mark.parametrize("skill", ["word-problems", "python"])
 def test_eval_json(capsys: pytest.CaptureFixture[str], skill: str) -> None:
@@ -158,6 +163,7 @@ def test_vs_transformers_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(len(speed) == 8 and min(speed) > 0 for speed in speeds)
 
 
+@pytest.mark.exhaustive
 @needs_pair
 def test_tables_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     few = ("--num-examples", "2", "--max-new-tokens", "8")

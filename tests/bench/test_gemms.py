@@ -64,6 +64,7 @@ bundled = pytest.mark.skipif(
 )
 
 
+@pytest.mark.covering(0)
 @bundled
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("algorithm", [None, "DFLASH", "EAGLE3", "NGRAM"])

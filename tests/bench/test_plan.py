@@ -182,6 +182,7 @@ def test_a_model_is_divided() -> None:
     assert shape("deepseek-v2-lite").kv_shards(4) == 1  # every rank keeps the latents
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("tokens, groups", [(1, 2), (1, 8), (8, 8), (32, 2), (32, 8)])
 def test_the_busiest_group_is_that_of_random_choices(tokens: int, groups: int) -> None:
     """8 of 128 experts, as qwen3-30b-a3b."""

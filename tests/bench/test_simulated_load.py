@@ -34,6 +34,7 @@ def test_a_request_alone_takes_what_its_steps_do() -> None:
     assert simulate(ALONE) == report
 
 
+@pytest.mark.exhaustive
 def test_a_burst_is_prefilled_before_it_decodes() -> None:
     now, mixed = simulate(BURST), simulate(BURST, **OFF)
     assert now.tokens_per_s > 1.015 * mixed.tokens_per_s
@@ -51,6 +52,7 @@ def test_arrivals_wait_less_under_load() -> None:
     assert now.e2e < mixed.e2e
 
 
+@pytest.mark.exhaustive
 def test_waves_of_sixteen() -> None:
     now, mixed = simulate(SIXTEEN), simulate(SIXTEEN, **OFF)
     assert now.ttft[50] < 0.6 * mixed.ttft[50] and now.ttft[99] < 0.95 * mixed.ttft[99]

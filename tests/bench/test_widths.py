@@ -153,6 +153,7 @@ def test_real_acceptance_gives_one_text(capsys: pytest.CaptureFixture[str]) -> N
     assert out["policy"]["survival"] and out["policy"]["step_costs"]
 
 
+@pytest.mark.exhaustive
 @needs_pair
 def test_simulated_acceptance_by_request(capsys: pytest.CaptureFixture[str]) -> None:
     shape = ("--batch-size", "2", "--input-len", "16", "--output-len", "16")
@@ -163,6 +164,7 @@ def test_simulated_acceptance_by_request(capsys: pytest.CaptureFixture[str]) -> 
     assert 1 < cell["accept_length"][FULL] < 4
 
 
+@pytest.mark.exhaustive
 @needs_pair
 def test_the_older_name_works_as_before(capsys: pytest.CaptureFixture[str]) -> None:
     shape = ("--batch-size", "1", "--input-len", "16", "--output-len", "8", "--dtype", "float32")

@@ -18,7 +18,6 @@ from forerun.doctor.observer import fingerprints
 from forerun.kernels.cpu import library
 from forerun.layers.embedding import LMHead
 from forerun.layers.gemm import CpuGemm
-from tests.covering import some_of
 from tests.determinism import hold_bits
 from tests.golden_engine import GOLDEN
 from tests.ragged import SETTINGS as RAGGED
@@ -31,7 +30,8 @@ SMALL = Sizes(requests=3, tokens=40)
 TARGET = {"model_path": str(GOLDEN / "target"), "device": "cpu"}
 
 
-@pytest.mark.parametrize("dtype", some_of([("bfloat16",), ("float32",)], 0))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_bits_of_the_golden_target(dtype: str, with_cpu_kernels: None) -> None:
     report = hold_bits(SMALL, **TARGET, dtype=dtype)
     ways = {way["name"]: way for way in report["ways"]}
@@ -100,6 +100,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return [way["first"] for way in report["ways"] if not way["equal"]]
 
 
+@pytest.mark.exhaustive
 def test_it_names_a_gemm(monkeypatch, with_cpu_kernels: None) -> None:
     monkeypatch.setattr(CpuGemm, "silu_and_mul", rounded_by_rows(CpuGemm.silu_and_mul))
     for first in found(monkeypatch):
@@ -108,6 +109,7 @@ def test_it_names_a_gemm(monkeypatch, with_cpu_kernels: None) -> None:
         assert "x 1 tokens" not in first["forward"]
 
 
+@pytest.mark.exhaustive
 def test_it_names_an_attention_kernel(monkeypatch, with_cpu_kernels: None) -> None:
     real = CpuAttention.attend
 
@@ -122,6 +124,7 @@ def test_it_names_an_attention_kernel(monkeypatch, with_cpu_kernels: None) -> No
         assert first["part"] == "model.layers.1.self_attn.attn (attention backend cpu)"
 
 
+@pytest.mark.exhaustive
 def test_it_knows_the_lm_head(monkeypatch, with_cpu_kernels: None) -> None:
     monkeypatch.setattr(LMHead, "__call__", rounded_by_rows(LMHead.__call__))
     assert {first["part"] for first in found(monkeypatch)} == {"LM head or log-probabilities"}

@@ -117,6 +117,7 @@ def test_text_streams_and_reads_standard_input(forerun, monkeypatch) -> None:
     assert streamed.out.rstrip("\n") == text.rstrip("\n")
 
 
+@pytest.mark.exhaustive
 @needs_pair
 def test_chat_prompts_with_the_bundled_draft(forerun) -> None:
     question = "Tom has 3 apples and buys 4 more. How many apples does Tom have?"
@@ -183,6 +184,7 @@ def test_an_aborted_request_is_an_error(
         assert result.out
 
 
+@pytest.mark.covering(0)
 @needs_pair
 @pytest.mark.parametrize(
     "command",

@@ -241,6 +241,7 @@ def test_closed_streams_are_one_line() -> None:
     assert shell("forerun --version 2>&-") == (0, "")
 
 
+@pytest.mark.exhaustive
 def test_ctrl_c_for_real() -> None:
     """While `generate -` waits for its prompt."""
     code = "import forerun.cli.generate, sys; print('ready', flush=True);"

@@ -43,7 +43,7 @@ def oracle(plain: list[list[list[int]]], monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(Oracle, "answers", known)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize(
@@ -187,6 +187,7 @@ def test_max_draft_tokens_limits_the_drafts_of_a_request(
         assert set(chosen) == {1}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.covering(0, 2)
 @pytest.mark.parametrize("algorithm", ["DFLASH", "NGRAM", "TOY-TREES", "TOY-LEARNER"])
 @pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])

@@ -26,12 +26,14 @@ def test_output_equals_plain_decoding(
     hold(name, page_size, chunk, overlap_depth, tight, **own)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.covering(0, 1)
 @pytest.mark.parametrize("name", ["EAGLE3", "NEXTN", "STANDALONE"])
 def test_the_width_does_not_change_the_output(name: str, drafts: dict[str, Path]) -> None:
     hold_at_every_width(name, **TREE, speculative_draft_model_path=str(drafts[name]))
 
 
+@pytest.mark.exhaustive
 def test_trees_of_a_small_model_accept_more_than_its_chains(drafts: dict[str, Path]) -> None:
     lengths = []
     for topk in (1, 4):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from forerun import LLM, RequestOutput
 from forerun.evals.acceptance import Acceptance
 from forerun.evals.prompts import held_out
@@ -23,6 +25,7 @@ def close(got: list[float], pinned: tuple[float, ...]) -> bool:
     return all(abs(a - b) <= TOLERANCE for a, b in zip(got, pinned, strict=True))
 
 
+@pytest.mark.exhaustive
 def test_acceptance_and_answers_of_the_bundled_pair() -> None:
     asked = problems(24)
     chats = [[{"role": "user", "content": problem.question}] for problem in asked]

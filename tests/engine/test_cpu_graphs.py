@@ -51,6 +51,7 @@ def test_text_is_that_of_eager_steps(algorithm: str | None) -> None:
     assert recorded == eager
 
 
+@pytest.mark.exhaustive
 def test_text_of_beam_trees_is_that_of_eager_steps() -> None:
     tree: dict[str, Any] = {"speculative_algorithm": "EAGLE3", "speculative_eagle_topk": 3}
     eager, _ = texts(**tree, disable_cuda_graph=True)

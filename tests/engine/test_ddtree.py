@@ -53,6 +53,7 @@ def test_output_equals_plain_decoding(
     hold("DDTREE", page_size, chunk, overlap_depth, tight, **budget)
 
 
+@pytest.mark.exhaustive
 def test_a_tree_accepts_more_than_a_chain() -> None:
     chain, tree = total(run("DFLASH")), total(run())
     assert tree.proposed == 32 * tree.verify_ct
@@ -80,6 +81,7 @@ def test_budgets_blocks_and_windows_do_not_change_the_output(
         assert len(whole.histogram) <= 2
 
 
+@pytest.mark.exhaustive
 def test_sampling_from_the_anchor(tmp_path: Path) -> None:
     run(speculative_draft_model_path=edited_draft(tmp_path, speculators(anchor=True)))
 

@@ -98,6 +98,7 @@ def test_output_equals_plain_decoding(
     hold(algorithm, tight, monkeypatch, overlap_depth=overlap_depth, **settings)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("algorithm", some_of([(name,) for name in ALGORITHMS[1:]], 4))
 def test_output_of_ragged_passes(algorithm: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     division = divide_at_random(monkeypatch)

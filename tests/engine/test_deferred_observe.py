@@ -129,6 +129,7 @@ def run_eagerly(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cls, "supports_target_verify_for_draft", lambda self: False)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.covering(0, 2)
 @pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
 @pytest.mark.parametrize("name", NAMES)

@@ -142,6 +142,7 @@ def test_output_equals_plain_decoding(
     hold(root, kind, algorithm, tight, overlap_depth=overlap_depth, **settings)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("kind", "algorithm"),
     some_of([("gemma2", "DFLASH"), ("gemma4", "NGRAM"), ("gpt-oss", "DDTREE")], 0),

@@ -27,6 +27,7 @@ def _registered() -> Iterator[None]:
         yield
 
 
+@pytest.mark.exhaustive
 @pytest.mark.covering(0, 2)
 @pytest.mark.parametrize(
     ("name", "algorithm", "page", "chunk", "tight"),

@@ -136,7 +136,7 @@ class Reference:
         return drafts
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("chunk", [512, 7])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", KINDS)
@@ -162,6 +162,7 @@ def test_drafts_equal_transformers(
         assert len({tuple(tokens) for _, tokens in seen}) > 3
 
 
+@pytest.mark.exhaustive
 @pytest.mark.covering(0, 2)
 @pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
 @pytest.mark.parametrize("tight", [False, True], ids=["roomy", "tight"])
@@ -183,6 +184,7 @@ def test_output_equals_plain_decoding(
         llm.engine.check()
 
 
+@pytest.mark.exhaustive
 def test_the_width_does_not_change_the_drafts(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After plain steps, whose hidden states are deferred."""
     drafts: list[dict[int, list[int]]] = []

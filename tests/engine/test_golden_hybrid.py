@@ -154,6 +154,7 @@ def test_another_turn_continues_from_generated_text(llm: LLM) -> None:
     llm.engine.check()
 
 
+@pytest.mark.exhaustive
 def test_trees(llm: LLM) -> None:
     """The same texts in fewer steps: cold, with prefix hits, with preemptions, in a second turn."""
     llm.engine.flush_cache()

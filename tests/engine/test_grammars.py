@@ -139,6 +139,7 @@ def test_any_drafter_gives_the_outputs_of_plain_decoding(
             assert llm.stats()["spec_decode_num_accepted_tokens"] > 0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.covering(0, 2)
 @pytest.mark.parametrize("why", ["slow", "late"])
 @pytest.mark.parametrize("overlap_depth", [1, 0], ids=["overlap", "sync"])
@@ -218,6 +219,7 @@ def test_widths_and_deferred_observes() -> None:
         assert run(llm) == reference()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["TOY-EAGER-TREES", "DFLASH", None, "TOY-TREES"])
 @pytest.mark.parametrize("overlap_depth", [1, 0], ids=["overlap", "sync"])
 @pytest.mark.covering(0, 2)

@@ -140,6 +140,7 @@ def accepted_on(ranks: int, name: str, grammars: bool, **settings: Any) -> int:
         engine.close()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("float32_drafts")
 @pytest.mark.parametrize(
     ("name", "draft_ranks"),

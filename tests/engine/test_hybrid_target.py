@@ -132,6 +132,7 @@ def test_output_equals_plain_decoding(
     hold(kind, algorithm, tight, monkeypatch, overlap_depth=overlap_depth, **settings)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.covering(0, 2)
 @pytest.mark.parametrize("tight", [False, True], ids=["roomy", "tight"])
 @pytest.mark.parametrize(("algorithm", "own"), CELLS[1:], ids=IDS[1:])

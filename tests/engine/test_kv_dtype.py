@@ -42,14 +42,15 @@ def plain(kv: str) -> list[list[int]]:
     return texts(None, kv, disable_radix_cache=True)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.covering(0, 2)
 @pytest.mark.parametrize(
     ("kv", "algorithm", "chunk", "page_size"),
     [
         ("fp8_e4m3", None, 16, 16),
         ("fp8_e4m3", "DFLASH", 8, 1),
-        pytest.param("fp8_e4m3", "DFLASH", 512, 16, marks=pytest.mark.exhaustive),
-        pytest.param("fp8_e4m3", "NGRAM", 16, 16, marks=pytest.mark.exhaustive),
+        ("fp8_e4m3", "DFLASH", 512, 16),
+        ("fp8_e4m3", "NGRAM", 16, 16),
         ("bfloat16", "DFLASH", 16, 1),
     ],
 )

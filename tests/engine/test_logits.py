@@ -151,6 +151,7 @@ def test_memory_is_bounded_by_groups(monkeypatch: pytest.MonkeyPatch) -> None:
         compare(run(llm), reference())
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("name", ["DFLASH", "TOY-TREES"])
 def test_widths_and_deferred_observes(name: str) -> None:
     """The width changes from step to step, and plain steps are observed later."""
@@ -216,6 +217,7 @@ class CapturedSteps(SplitSteps):
         return SimpleNamespace(replay=recorder.end()), output
 
 
+@pytest.mark.exhaustive
 @pytest.mark.covering(0, 2)
 @pytest.mark.parametrize(
     ("name", "adaptive"),
@@ -370,6 +372,7 @@ def test_keywords_are_for_all_prompts_or_one_per_prompt() -> None:
     assert [len(each) for each in outs[2].meta_info["output_top_logprobs"]] == [2] * 3
 
 
+@pytest.mark.exhaustive
 def test_stop_strings_cut_logprobs_too() -> None:
     """And streams show as many entries as tokens."""
     sampling = {"temperature": 0.0, "max_new_tokens": 40, "stop": ["\n    "], **PENALTIES}

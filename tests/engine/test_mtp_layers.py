@@ -130,7 +130,7 @@ def beam_search(score: Callable[[Tokens], Tensor], steps: int, topk: int) -> dic
     return nodes
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("length", [1, 2, 40])
 @pytest.mark.parametrize("steps", [2, 3, 5])  # fewer than layers, as many, more
 def test_trees_equal_layers_without_a_cache(
@@ -180,6 +180,7 @@ def recorded_trees(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int,
     return seen
 
 
+@pytest.mark.exhaustive
 @pytest.mark.covering(0, 2)
 @pytest.mark.parametrize("cell", [(1, 4, 1, True), (16, 512, 0, True), (256, 4, 0, False)])
 def test_output_with_trees(cell: tuple[int, int, int, bool], folder: Path) -> None:
@@ -201,12 +202,14 @@ def test_output_equals_plain_decoding(cell: tuple[int, int, int, bool], folder: 
     hold("NEXTN", *cell, speculative_draft_model_path=str(folder))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.covering(0, 2)
 @pytest.mark.parametrize("cell", CELLS)
 def test_output_with_suffix_drafts(cell: tuple[int, int, int, bool], folder: Path) -> None:
     hold("NEXTN,SUFFIX", *cell, speculative_draft_model_path=str(folder), **OF_JOINED)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.covering(0, 1)
 @pytest.mark.parametrize("overlap_depth", [1, 0], ids=["overlap", "sync"])
 def test_the_width_does_not_change_drafts_or_output(

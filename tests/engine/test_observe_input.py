@@ -251,6 +251,7 @@ def test_a_padded_prefill_is_observed_with_fewer_committed_tokens(
     assert algorithm.tokens_after_commit == sum(32 - len(PROMPTS[i]) for i in which)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.covering(0, 2)
 @pytest.mark.parametrize("eager", [False, True], ids=["captured", "eager"])
 def test_dummy_steps_reach_no_request(eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,8 +118,9 @@ def test_output_equals_plain_decoding(
     hold(name, *cell, speculative_draft_model_path=str(folders[name]))
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
+@pytest.mark.exhaustive
+@pytest.mark.covering(0)
+@pytest.mark.parametrize("overlap_depth", [1, 0], ids=["overlap", "sync"])
 @pytest.mark.parametrize("name", NAMES)
 def test_the_width_does_not_change_drafts_or_output(
     name: str, overlap_depth: int, folders: Folders, monkeypatch: pytest.MonkeyPatch

@@ -113,14 +113,14 @@ def hold(engine: Engine, preempts: bool, on_gpu: bool = False) -> None:
     assert cached["last"] > 0 or preempts or engine.config.disable_radix_cache
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("preempts", [True, False])
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
+        ("DFLASH", {"page_size": 16, "chunked_prefill_size": 16, "overlap_depth": 0}),
         (None, {}),
         (None, {"page_size": 1, "chunked_prefill_size": 7}),
-        ("DFLASH", {"page_size": 16, "chunked_prefill_size": 16, "overlap_depth": 0}),
         ("NGRAM", {"chunked_prefill_size": 1, "overlap_depth": 1}),
         ("DFLASH", {"disable_radix_cache": True, "max_running_requests": 3}),
     ],

@@ -26,7 +26,16 @@ from forerun.speculative.base import Draft, ProposeInput
 from forerun.speculative.ragged.allocate import allocate
 from tests.engine import test_grammars, test_logits
 from tests.engine.test_logits import CapturedSteps
-from tests.engine.test_matrix import GREEDY, SEEDED, WIDTHS, generate, params, prompts, reference
+from tests.engine.test_matrix import (
+    GREEDY,
+    SEEDED,
+    WIDTHS,
+    batches,
+    generate,
+    params,
+    prompts,
+    reference,
+)
 from tests.engine_runs import run_together
 from tests.golden_engine import golden_llm
 from tests.ragged import SETTINGS, choose_at_random, divide_at_random
@@ -60,13 +69,14 @@ def test_output_equals_plain_decoding(
     division = divide_at_random(monkeypatch)
     asked = prompts(page_size, tight)
     with golden_llm(algorithm, **OWN.get(algorithm, {}), **settings) as llm:
-        for sampled, kind in enumerate((GREEDY, SEEDED)):
-            kinds = [params(kind, i) for i in range(len(asked))]
+        wants = [reference(page_size, tight, sampled) for sampled in (False, True)]
+        for sampled in batches(len(asked)):
+            kinds = [params(SEEDED if each else GREEDY, i) for i, each in enumerate(sampled)]
             # One takes no drafts, one hardly any.
             kinds[1]["speculative"], kinds[2]["max_draft_tokens"] = False, 1
             for _ in range(2):  # the same prompts again: prefix hits
                 got = generate(llm, asked, kinds, tight)
-                assert [each[0] for each in got] == reference(page_size, tight, bool(sampled))
+                assert [each[0] for each in got] == [wants[s][i] for i, s in enumerate(sampled)]
         llm.engine.check()
         assert llm.stats()["spec_decode_num_accepted_tokens"] > 0
     assert any(len(set(widths)) > 1 for widths in division.seen)
@@ -83,6 +93,7 @@ def test_penalties_and_logprobs(algorithm: str, monkeypatch: pytest.MonkeyPatch)
     assert any(len(set(widths)) > 1 for widths in division.seen)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.covering(0, 1)
 @pytest.mark.parametrize("algorithm", ["NGRAM", "DFLASH"])
 def test_structured_output(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,6 +105,7 @@ def test_structured_output(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert any(len(set(widths)) > 1 for widths in division.seen)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("algorithm", ["DFLASH", "NGRAM"])
 def test_equal_widths_are_a_uniform_pass(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same drafts are accepted: what `observe` sees of packed tokens is right."""
@@ -119,8 +131,9 @@ def test_equal_widths_are_a_uniform_pass(algorithm: str, monkeypatch: pytest.Mon
     assert max(max(each) for each in accepted[0]) == 4
 
 
+@pytest.mark.exhaustive
 @pytest.mark.covering(0, 1)
-@pytest.mark.parametrize("algorithm", ["DFLASH", "DDTREE", "NGRAM"])
+@pytest.mark.parametrize("algorithm", ["NGRAM", "DFLASH", "DDTREE"])
 @pytest.mark.usefixtures("without_cpu_kernels")
 def test_captured_passes(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole and in two parts; batches of three are filled up with padding."""
@@ -184,6 +197,7 @@ def test_the_graph_of_a_pass_has_room_for_its_padding() -> None:
         assert [rows(wanted) for wanted in (6, 13, 14, 29, 30)] == [16, 16, 32, 32, 0]
 
 
+@pytest.mark.exhaustive
 def test_a_graph_whose_drafts_are_cut_holds_smaller_passes() -> None:
     with golden_llm("DFLASH", **SETTINGS) as llm:
         executor, limits = llm.engine.executor, llm.engine.limits

@@ -97,6 +97,7 @@ def test_output_equals_an_executor_in_this_process(
     assert remote == local
 
 
+@pytest.mark.exhaustive
 def test_invalid_settings_raise_in_the_parent() -> None:
     with pytest.raises(ConfigError, match="context_length 99999 is over the model's"):
         RanksExecutor.start(config(None, context_length=99999), GOLDEN / "target")

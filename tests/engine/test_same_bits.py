@@ -26,18 +26,10 @@ pytestmark = [
 ]
 
 KIND_OF = {**KINDS, "deepseek-v3": {}, "qwen3.5-moe": {}, "qwen3-next": {}, "qwen3-moe": {}}
-QUICK = ("gpt-oss", "qwen3.5-moe")
-CELLS = [
-    pytest.param(
-        *(name, dtype),
-        marks=() if name in QUICK and dtype == "bfloat16" else pytest.mark.exhaustive,
-    )
-    for name in KIND_OF
-    for dtype in ("bfloat16", "float32")
-    if name in FAMILIES
-]
+CELLS = [(name, dtype) for name in KIND_OF for dtype in ("bfloat16", "float32") if name in FAMILIES]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "dtype"), CELLS)
 def test_bits(name: str, dtype: str, tmp_path: Path) -> None:
     of, changes = FAMILIES[name]

@@ -209,6 +209,7 @@ def test_text_of_two_ranks(kind: str, algorithm: str | None) -> None:
             assert engine.stats()["spec_decode_num_accepted_tokens"] > 0
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(
     ("kind", "algorithm"),
     some_of([("dense", "DFLASH"), ("moe", "DDTREE"), ("mla", "NEXTN"), ("hybrid", "DFLASH")], 0, 2),

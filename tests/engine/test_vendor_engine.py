@@ -20,6 +20,7 @@ from tests.models.support import _COMMON, _DENSE, random_hf, save
 KINDS = stand_ins.stand_ins()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.covering(0, 2)
 @pytest.mark.parametrize(
     ("name", "algorithm", "page", "chunk", "tight"),

@@ -91,6 +91,8 @@ def test_output_equals_plain_decoding(
     hold(algorithm, page_size, chunk, overlap_depth, tight, **windowed(models, algorithm))
 
 
+@pytest.mark.exhaustive
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("models", ["target", "draft", "target draft"])
 def test_output_of_ragged_passes(models: str, monkeypatch: pytest.MonkeyPatch) -> None:
     division = divide_at_random(monkeypatch)
@@ -107,6 +109,7 @@ def test_prompt_logprobs_with_a_cached_prefix(models: str) -> None:
         hold_prompt_logprobs(llm, LONG[0]["prompt"][:90], (40, 40, 80, 0))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.covering(0, 2)
 @pytest.mark.parametrize(
     ("algorithm", "adaptive"), [(None, False), ("DFLASH", False), ("DFLASH", True)]
@@ -142,6 +145,7 @@ def windowed(models: str, algorithm: str | None) -> dict[str, Any]:
     return settings
 
 
+@pytest.mark.exhaustive
 @pytest.mark.covering(0, 2)
 @pytest.mark.parametrize("pool", ["target", "draft"])
 def test_drafts_are_accepted_as_with_all_kv(pool: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -219,6 +219,7 @@ def test_what_cannot_be_held_is_refused(compiler: Pieces, kind: str, source: str
     assert len(str(refused.value)) < 300
 
 
+@pytest.mark.exhaustive
 def test_the_largest_count(compiler: Pieces) -> None:
     schema = json.dumps({"type": "string", "minLength": 1, "maxLength": MAX_COUNT})
     matcher = after(compiler.compile(Grammar(JSON_SCHEMA, schema)), '"' + "a" * 5000)

@@ -165,6 +165,7 @@ def test_what_is_not_tested_fades() -> None:
     assert beyond < 0.15 and estimator.survival_ref(slots, NO_LIMIT)[0, 2] > 0.5
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("scale", [0.4, 1.0, 2.0])
 def test_confidences_are_scaled_and_shifted_to_what_is_accepted(scale: float) -> None:
     """A head that is biased, and too sure of itself or not sure enough."""

@@ -104,6 +104,7 @@ def test_sm90_decode_compiles() -> None:
     assert decode_sm90.smem_bytes() <= MAX_SMEM_BYTES
 
 
+@pytest.mark.exhaustive
 @pytest.mark.covering(0, 2)
 @pytest.mark.parametrize(
     ("head_dim", "dtype"), [(128, torch.bfloat16), (64, torch.float16)], ids=str
@@ -142,6 +143,7 @@ def test_sm90_experts_in_fp8_compile_and_fit(config: Sm90MoeConfig, fp8: int) ->
 GPT_OSS = experts_sm90.ExpertShape(hidden=2880, width=2880, top_k=4)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(
     "config", [SM90_MXFP4_FEW_TOKENS, SM90_MXFP4_FEW_TOKENS_NARROW, SM90_MXFP4_DECODE], ids=str
 )
@@ -193,6 +195,7 @@ def test_sm90_router_compiles(name: str) -> None:
     assert_compiles_well(router_source(name))
 
 
+@pytest.mark.exhaustive
 def test_sm90_router_with_biased_logits_compiles() -> None:
     assert_compiles_well(router_source("gpt-oss", logit_bias=True))
 
@@ -220,6 +223,7 @@ def test_sm90_add_rms_norm_compiles(hidden: int, parts: int) -> None:
     assert_compiles_well(add_rms_norm_sm90.cuda_source(hidden, parts))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.covering(0, 2)
 @pytest.mark.parametrize(
     ("config", "fp8"),

@@ -19,7 +19,6 @@ from forerun.kernels.attention.mla_fixed_order import (
 from forerun.kernels.attention.tiles import mla_fixed_order_tile
 from forerun.kernels.gemm.head_gemm import MAX_TOKENS, head_gemm
 from forerun.kernels.runtime.gpu import gpu_of
-from tests.covering import some_of
 from tests.kernels.attention_support import Paged, make_paged, relative_error
 
 pytest.importorskip("triton")
@@ -74,7 +73,7 @@ def divided(monkeypatch: pytest.MonkeyPatch, ctas: int) -> None:
 
 
 @pytest.mark.covering(0, 1)
-@pytest.mark.parametrize("ctas", [1, 3])
+@pytest.mark.parametrize("ctas", [3, 1])
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 def test_a_step_against_the_definition(
     mask: MaskSpec, ctas: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
@@ -90,7 +89,8 @@ def test_chunks_against_the_definition(mask: MaskSpec, device: torch.device) -> 
     assert relative_error(chunks(case, mask), expected(case, mask)) < BOUND[torch.float32]
 
 
-@pytest.mark.parametrize("mask", some_of([(CHAINS[1],), (MASKS[2],)], 1), ids=str)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("mask", [CHAINS[1], MASKS[2]], ids=str)
 def test_any_division_has_the_same_bits(
     mask: MaskSpec, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

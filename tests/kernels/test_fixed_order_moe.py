@@ -110,6 +110,7 @@ def test_a_layer_against_the_definition(tokens: int, gated: bool, device: torch.
     torch.testing.assert_close(partials.sum(0).cpu(), want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.exhaustive
 def test_blocks_of_tokens_are_computed_one_after_another(device: torch.device) -> None:
     place = WeightPlacement(torch.float32, device)
     moe = SparseMoE(64, 24, Routing(6, 3), place)

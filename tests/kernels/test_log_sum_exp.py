@@ -31,6 +31,7 @@ def test_rows_without_a_token(device: torch.device) -> None:
     assert not out[2].isfinite()
 
 
+@pytest.mark.exhaustive
 def test_a_row_has_the_same_bits_in_any_batch(device: torch.device) -> None:
     logits = 8 * torch.randn(70, 9001, device=device)
     whole = log_sum_exp(logits)

@@ -416,6 +416,7 @@ def test_gelu_experts(tokens: int, hidden: int, width: int, device: torch.device
     torch.testing.assert_close(of_ref, want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("tokens", [7, 131])
 def test_mxfp4(tokens: int, device: torch.device) -> None:
     """Against the same kernels over the weights that the codes mean."""

@@ -99,6 +99,7 @@ def test_w8a16_is_the_dequantized_weight(kind: str, tokens: int, device: torch.d
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.covering(0, 2)
 @pytest.mark.parametrize("quantize_x", [False, True])
 def test_parts_of_the_experts_add_up(quantize_x: bool, device: torch.device) -> None:

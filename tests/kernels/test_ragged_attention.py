@@ -131,7 +131,7 @@ def test_latent(mask: MaskSpec, splits: int, device: torch.device) -> None:
     assert relative_error(reference, want.double()) < 2e-6
 
 
-@pytest.mark.parametrize(("ctas", "mask"), some_of([*product((1, 3), MASKS)], 1, 6), ids=str)
+@pytest.mark.parametrize(("ctas", "mask"), some_of([*product((1, 3), MASKS)], 1), ids=str)
 def test_fixed_order(
     mask: MaskSpec, ctas: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -91,6 +91,7 @@ def test_a_rank_whose_tokens_cannot_be_sampled(rank: int, device: torch.device) 
     assert not ((want[:, 0] >= 700 * rank) & (want[:, 0] < 700 * (rank + 1))).any()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.covering(0, 2)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("top_k", [True, False])

@@ -74,6 +74,7 @@ def sampled_tree(rng: random.Random, nodes: int) -> tuple[list[int], list[int], 
     return parents, draft, sampled
 
 
+@pytest.mark.exhaustive
 @pytest.mark.covering(0, 2)
 @pytest.mark.parametrize("accept", [Tree.accept, accept_path_ref])
 def test_accepts_the_sampled_path(

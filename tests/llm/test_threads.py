@@ -41,9 +41,9 @@ def kinds(thread: int) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("algorithm", [None, "DFLASH"])
-@pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
+@pytest.mark.covering(0)
+@pytest.mark.parametrize("algorithm", ["DFLASH", None])
+@pytest.mark.parametrize("overlap_depth", [1, 0], ids=["overlap", "sync"])
 def test_threads_get_the_outputs_of_sequential_calls(
     algorithm: str | None, overlap_depth: int
 ) -> None:
@@ -201,7 +201,8 @@ def test_python_ends_while_a_stream_runs() -> None:
 
 
 @needs_pair
-@pytest.mark.parametrize("algorithm", ["DFLASH", pytest.param(None, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("algorithm", ["DFLASH", None])
 def test_threads_get_the_texts_of_sequential_calls(algorithm: str | None) -> None:
     asked = [
         (f"Tom has {n} apples and buys {n + 3} more. How many apples does he have?", stop)
@@ -225,8 +226,9 @@ def test_threads_get_the_texts_of_sequential_calls(algorithm: str | None) -> Non
         llm.engine.check()
 
 
+@pytest.mark.exhaustive
 @needs_pair
-@pytest.mark.parametrize("algorithm", ["DFLASH", pytest.param(None, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("algorithm", ["DFLASH", None])
 def test_streams_hold_back_what_may_be_a_stop_string(algorithm: str | None) -> None:
     question = "Anna has 154 marbles. She gives 132 to Ben. How many marbles are left?"
     messages = [{"role": "user", "content": question}]

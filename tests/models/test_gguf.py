@@ -267,6 +267,7 @@ def good(tmp_path: Path) -> bytes:
     return (tmp_path / "good.gguf").read_bytes()
 
 
+@pytest.mark.exhaustive
 def test_broken_files_end_in_one_line(good: bytes, tmp_path: Path) -> None:
     """Truncated anywhere, or with bytes of the header changed: a folder or a ConfigError, soon."""
     rng, path = random.Random(0), tmp_path / "bad.gguf"

@@ -178,6 +178,7 @@ print(status("VmHWM") - before, all((slot == 2).all() for slot in slots.values()
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
 @pytest.mark.parametrize(
     "stored", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.exhaustive)]

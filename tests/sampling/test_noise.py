@@ -118,6 +118,7 @@ def test_neighbours_are_independent(axis: str, distance: int) -> None:
     assert abs(float(correlation)) * math.sqrt(a.numel()) < 4.5  # standard deviations
 
 
+@pytest.mark.exhaustive
 @pytest.mark.covering(0, 2)
 @pytest.mark.parametrize("axis", ["seed", "position", "token"])
 def test_every_input_bit_flips_every_output_bit_half_of_the_time(axis: str) -> None:

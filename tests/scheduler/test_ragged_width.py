@@ -25,7 +25,7 @@ def request(**params: object) -> Request:
     return Request("r", (1,), SamplingParams(max_new_tokens=10**6, **params), 0, frozenset())
 
 
-@pytest.mark.parametrize(("batch", "over_plain"), some_of([(4, 2.0), (16, 2.0), (64, 1.6)], 0, 1))
+@pytest.mark.parametrize(("batch", "over_plain"), some_of([(4, 2.0), (16, 2.0), (64, 1.6)], 0))
 def test_mixed_requests_get_what_each_needs(batch: int, over_plain: float) -> None:
     for means in MIXES.values():
         got = cell(Load(means, 16), batch, 150)

@@ -428,6 +428,7 @@ def test_a_request_larger_than_the_pool_is_refused() -> None:
         check_fits(request(0, (1,) * 10, 40), scheduler.limits, scheduler.allocator.capacity)
 
 
+@pytest.mark.exhaustive
 def test_two_thousand_requests_with_aborts_leak_no_pages() -> None:
     rng = random.Random(7)
     scheduler, device = make(

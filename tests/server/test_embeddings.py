@@ -96,6 +96,7 @@ def test_many_inputs_are_one_batch_and_cached_prefixes_count(server: LiveServer)
     assert cached > 0.5 * answer["usage"]["prompt_tokens"]
 
 
+@pytest.mark.exhaustive
 def test_text_beside_embeddings_stays_the_same(server: LiveServer) -> None:
     body = {"prompt": PROMPT, "max_tokens": 100, "temperature": 0.8, "seed": 5}
     want = post(server, "/v1/completions", **body)["choices"][0]["text"]

@@ -290,6 +290,7 @@ def test_grammars_accept_what_models_write_and_no_other_functions(family: Family
     assert not accepts(tag, raw)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 def test_strict_functions_are_not_called_in_ways_that_parsers_merely_tolerate(
     family: Family,
@@ -305,6 +306,7 @@ def test_strict_functions_are_not_called_in_ways_that_parsers_merely_tolerate(
         assert not accepts(tag, family.thought.replace("asks.", wrong))
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("seed", some_of([(0,), (1,), (2,)], 0))
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 def test_whatever_a_grammar_allows_is_read_as_valid_calls(

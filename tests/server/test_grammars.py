@@ -12,6 +12,7 @@ import openai
 import pytest
 
 from forerun import LLM
+from tests.covering import some_of
 from tests.server.support import LONG, PROMPT, QUESTION, LiveServer
 
 pytest.importorskip("xgrammar")
@@ -48,7 +49,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("given", "params"), CASES, ids=range(len(CASES)))
+@pytest.mark.parametrize(("given", "params"), some_of(CASES, 0, 3, 4), ids=range(len(CASES)))
 def test_grammars_equal_the_engine(
     server: LiveServer, llm: LLM, given: dict[str, Any], params: dict[str, Any]
 ) -> None:

@@ -529,6 +529,7 @@ def test_messages_equal_the_engine(server: LiveServer, llm: LLM) -> None:
     server.wait_idle()
 
 
+@pytest.mark.exhaustive
 def test_a_forced_tool_of_the_bundled_pair(server: LiveServer) -> None:
     pytest.importorskip("xgrammar")
     schema: Any = {

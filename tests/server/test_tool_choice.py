@@ -135,6 +135,7 @@ def test_strict_functions_validate_wherever_they_are_called(tmp_path: Path, mode
     assert found >= 2 and texts >= 2
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("model", SOME_MODELS)
 def test_an_answer_in_json_or_calls(tmp_path: Path, model: str) -> None:
     answers = called = 0
@@ -226,6 +227,7 @@ def test_the_bundled_model_calls_functions_in_responses(server: LiveServer) -> N
         assert final.parsed_arguments == json.loads(item.arguments)  # type: ignore[union-attr]
 
 
+@pytest.mark.exhaustive
 def test_the_clients_parse_helper_takes_models(server: LiveServer) -> None:
     class Weather(pydantic.BaseModel):
         city: Literal["Paris", "Zürich"]

@@ -167,6 +167,7 @@ async def load(server: LiveServer) -> dict[str, Any]:
 # --- clients that read slowly, or leave -----------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_a_client_that_does_not_read_blocks_nobody(server: LiveServer) -> None:
     """Its stream is larger than what the kernel keeps for it; it gets all of it later."""
     params = {**LONG, "max_new_tokens": 500}

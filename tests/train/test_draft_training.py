@@ -106,6 +106,7 @@ def test_hidden_states_are_those_of_each_document_alone(tmp_path: Path) -> None:
 KINDS = [LayerMask(mask, window) for mask in (Mask.BLOCK, Mask.CAUSAL) for window in (None, 7)]
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_flex_attention_sees_what_the_dense_mask_shows(kind: LayerMask) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -457,6 +458,7 @@ def test_options_that_are_missing() -> None:
         TrainOptions.of("smoke", {"kind": "dflash", "output": "o"})
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("name", [name for name in HEADS if name != "domino"])
 @pytest.mark.parametrize("pruned", [False, True])
 def test_both_layouts_are_read_alike(

@@ -10,6 +10,7 @@ import pytest
 
 from forerun.llm.bundled import bundled
 from forerun.main import run
+from forerun_train import speed
 from forerun_train.speed import random_batch
 from forerun_train.trainer.options import TrainOptions
 
@@ -20,8 +21,9 @@ TINY = (
 
 
 @pytest.fixture
-def target(tmp_path: Path) -> Path:
+def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A config without weights, of the bundled target's shape with fewer layers."""
+    monkeypatch.setattr(speed, "WARM_UP", 0)  # no test depends on times
     config = json.loads((bundled("target") / "config.json").read_text())
     keys: dict[str, Any] = {"num_hidden_layers": 3, "vocab_size": 256}
     config = {k: v for k, v in config.items() if k not in ("layer_types", "max_window_layers")}
@@ -29,7 +31,8 @@ def target(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+@pytest.mark.covering(0)
+@pytest.mark.parametrize("kind", ["dspark", "dflash"])
 def test_a_step_beside_its_parts(
     target: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -43,6 +46,7 @@ def test_a_step_beside_its_parts(
     assert found["settings"]["kind"] == kind
 
 
+@pytest.mark.exhaustive
 def test_the_table(target: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["train", "speed", "--target", str(target), *TINY]) == 0
     assert "tokens per second" in capsys.readouterr().out

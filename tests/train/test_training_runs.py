@@ -160,6 +160,7 @@ def test_an_end_in_the_middle_of_a_checkpoint(
             run(options(ended, resume=True), word_problems)
 
 
+@pytest.mark.exhaustive
 def test_a_disk_that_is_full(tmp_path: Path) -> None:
     """One line, and the run goes on when there is room; files may grow to 64 KiB here."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -179,6 +180,7 @@ def test_a_disk_that_is_full(tmp_path: Path) -> None:
         run(options(tmp_path / "b", hidden_states=str(tmp_path / "file")), word_problems)
 
 
+@pytest.mark.exhaustive
 def test_ctrl_c_says_what_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -197,6 +199,7 @@ def test_ctrl_c_says_what_is_kept(
     )
 
 
+@pytest.mark.exhaustive
 def test_a_resumed_run_finds_the_data_and_the_target_that_it_had(tmp_path: Path) -> None:
     data, target = tmp_path / "data.jsonl", tmp_path / "target"
     lines = [{"prompt": p.question, "response": p.answer_text} for p in generate(3, 40)]
@@ -270,6 +273,7 @@ def test_too_little_memory_is_refused_before_the_first_step(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.exhaustive
 def test_parts_of_a_batch_add_up(tmp_path: Path) -> None:
     """Two sequences at a time or one: the same gradients."""
     given = {"max_steps": 2, "kind": "dspark", "head_rank": 8}
