@@ -57,12 +57,14 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _short_measurements() -> Iterator[None]:
-    """Engines start with costs of few steps on a CPU: no test depends on times."""
+def _short_starts() -> Iterator[None]:
+    """Engines measure few steps on a CPU, as no test depends on times, and check few layouts."""
+    from forerun.executor import layout_check
     from forerun.executor.step import costs
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(costs, "EAGER", costs.MeasurementBudget(0.0, 1, 2))
+        patch.setattr(layout_check, "CHECKED_STEPS", 8)
         yield
 
 

@@ -33,6 +33,12 @@ CELLS = [  # draft, whether steps are recorded
 GREEDY = {"temperature": 0.0, "max_new_tokens": 60, "ignore_eos": True}
 
 
+@pytest.fixture(autouse=True)
+def _as_in_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests check fewer steps."""
+    monkeypatch.setattr(layout_check, "CHECKED_STEPS", 64)
+
+
 def pair(name: str, layout: str | None, algorithm: str = "DFLASH", **settings: Any) -> LLM:
     if layout is not None:
         settings["speculative_draft_layout"] = layout

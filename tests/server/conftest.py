@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fastapi import routing, utils
 from fastapi.dependencies import utils as dependencies
+from fastapi.dependencies.models import Dependant
 
 from forerun import LLM
 from tests.cli.conftest import forerun
@@ -33,23 +35,33 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _fields_once() -> Iterator[None]:
+def _parameters_once() -> Iterator[None]:
     """Endpoints of every application take the same bodies and parameters.
 
-    FastAPI makes their fields twice, for a router and when a request first reaches it; tests have
+    FastAPI looks at them twice, for a router and when a request first reaches it; tests have
     hundreds of applications.
     """
-    make, made = utils.create_model_field, dict[tuple[Any, str], Any]()
+    make_field, fields = utils.create_model_field, dict[tuple[Any, str], Any]()
+    make, made = dependencies.get_dependant, dict[tuple[Any, str], Dependant]()
 
-    def once(name: str, type_: Any, **how: Any) -> Any:
+    def field(name: str, type_: Any, **how: Any) -> Any:
         key = (type_, repr((name, how)))
+        if key not in fields:
+            fields[key] = make_field(name, type_, **how)
+        return fields[key]
+
+    def dependant(*, call: Any, **how: Any) -> Dependant:
+        """Of an endpoint: the same function, for another service."""
+        key = (call.__code__, repr(how))
         if key not in made:
-            made[key] = make(name, type_, **how)
-        return made[key]
+            made[key] = make(call=call, **how)
+            assert not made[key].dependencies
+        return replace(made[key], call=call, dependencies=[])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(routing, "create_model_field", once)
-        patch.setattr(dependencies, "create_model_field", once)
+        patch.setattr(routing, "create_model_field", field)
+        patch.setattr(dependencies, "create_model_field", field)
+        patch.setattr(routing, "get_dependant", dependant)
         yield
 
 

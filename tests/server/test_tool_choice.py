@@ -79,7 +79,7 @@ def check(calls: Calls) -> None:
         jsonschema.validate(json.loads(arguments), SCHEMAS[name])
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("stream", [False, True])
 def test_required(tmp_path: Path, model: str, stream: bool) -> None:
@@ -191,6 +191,7 @@ LIVE: Any = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "choice", ["required", pytest.param(NAMED, marks=pytest.mark.exhaustive)], ids=str
 )
