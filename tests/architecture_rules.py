@@ -117,7 +117,8 @@ class Module:
     @cached_property
     def host_syncs(self) -> list[tuple[str, int, str]]:
         """(path:qualified name of the function, line, call) of every host sync."""
-        return list(_syncs(self.tree, f"{self.path}:"))
+        called = any(f".{name}(" in self.source for name in (*HOST_SYNCS, "to"))
+        return list(_syncs(self.tree, f"{self.path}:")) if called else []
 
     @property
     def name(self) -> str:

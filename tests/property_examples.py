@@ -11,5 +11,5 @@ def examples(count: int, **more: Any) -> Any:
     """Settings: as many without a deadline, or a fifth where exhaustive tests are left out."""
     from hypothesis import settings  # tests of a GPU do without
 
-    tried = max(count // 5, min(count, 10)) if quick else count
+    tried = max(count // 5, min(count, 5)) if quick else count
     return settings(max_examples=tried, deadline=None, **more)

@@ -28,6 +28,7 @@ def test_summary() -> None:
     assert (row.first_token, row.short_first_token) == (4.0, 1.5)
 
 
+@pytest.mark.exhaustive
 def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     line = "bench long-prompt --running 2 --input-len 64 --step-ms 0 50 --repetitions 1"
     options = ["--device", "cpu", "--speculative-algorithm", "NONE", "--json"]

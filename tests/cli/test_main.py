@@ -191,6 +191,7 @@ exec(code)
 COMMAND = "from forerun.__main__ import main; main()"
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(
     ("module", "code", "args", "exits"),
     [

@@ -211,6 +211,7 @@ def test_output_equals_plain_decoding(
     hold_draft(name, cell, drafts)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "cell"), some_of([*zip((*NAMES, *JOINED), CELLS, strict=True)], 3)
 )
@@ -351,6 +352,7 @@ def test_the_bundled_head() -> None:
     assert texts[0] == texts[1]
 
 
+@pytest.mark.exhaustive
 def test_a_draft_with_the_full_vocabulary(tmp_path: Path, plain: list[list[list[int]]]) -> None:
     """speculators' format, which gives the number of drafts; LM head of the target."""
     folder = models.eagle3(tmp_path / "draft", whole=True)

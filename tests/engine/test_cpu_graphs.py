@@ -71,6 +71,7 @@ def test_a_plain_greedy_step_is_a_few_calls() -> None:
     assert greedy and max(greedy) <= 8
 
 
+@pytest.mark.exhaustive
 def test_old_steps_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_graphs, "MAX_BYTES", 1)
     got, llm = texts()

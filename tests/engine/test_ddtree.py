@@ -60,6 +60,7 @@ def test_a_tree_accepts_more_than_a_chain() -> None:
     assert tree.correct / tree.verify_ct > 1.1 * chain.correct / chain.verify_ct
 
 
+@pytest.mark.exhaustive
 @pytest.mark.covering(0, 2)
 @pytest.mark.parametrize(
     ("settings", "drafts"),

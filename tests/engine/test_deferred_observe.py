@@ -178,6 +178,7 @@ class PaddedSteps(EagerSteps):
         super().observe_deferred(DeferredBatch(slots, counts, batch.kv_len_ub, lengths))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.covering(0, 2)
 @pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
 @pytest.mark.parametrize("name", NAMES)

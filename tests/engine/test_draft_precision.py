@@ -59,6 +59,7 @@ def linears(name: str, llm: LLM) -> dict[str, LinearBase]:
     return dict(draft.named_modules(LinearBase))
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("name", NAMES)
 def test_linears_are_quantized(name: str, drafts: dict[str, Path]) -> None:
     """All but the head's, and in DFlash drafts those whose rows make context K/V."""
@@ -106,6 +107,7 @@ def test_the_bundled_drafts_lose_little(name: str) -> None:
     assert min(mean.values()) > 0.95 * mean["plain"]
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("form", ["plain", "centroids"])
 def test_an_assistant_is_quantized(form: str, root: Path) -> None:  # noqa: F811
     texts = []

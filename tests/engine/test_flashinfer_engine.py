@@ -49,6 +49,7 @@ def test_the_text_is_that_of_plain_decoding(
     assert stand_in.calls
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("name", ["trtllm_mha", "flashinfer"])
 @pytest.mark.usefixtures("without_cpu_kernels")
 def test_draft_extend(chain_llm: Callable[..., LLM], name: str) -> None:

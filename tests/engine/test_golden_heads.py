@@ -127,6 +127,7 @@ def test_drafts_are_those_of_the_reference(
         llm.engine.check()
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("width", [2, 4])
 @pytest.mark.parametrize("name", ["causal-zlab-full-b8", "causal-zlab-mixed-w20-b8"])
 def test_a_causal_block_is_cut_to_the_width(

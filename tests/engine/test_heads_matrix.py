@@ -82,7 +82,7 @@ def hold(got: list[Output], grammars: bool, logprobs: bool) -> None:
         assert values == pytest.approx(known, abs=1e-4)
 
 
-@pytest.mark.covering(1, 2)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize("logprobs", [False, True], ids=["ids", "logprobs"])
 @pytest.mark.parametrize("grammars", [False, True], ids=["free", "grammars"])
 @pytest.mark.parametrize("preempts", [False, True], ids=["roomy", "preempted"])

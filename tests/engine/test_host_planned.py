@@ -89,6 +89,7 @@ def test_exact_lengths_mean_no_overlap() -> None:
         assert llm.explain()["overlap_depth"] == 1
 
 
+@pytest.mark.exhaustive
 @pytest.mark.covering(0, 2)
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_phases_may_have_different_backends(phase: str) -> None:

@@ -112,6 +112,7 @@ def test_plain_decoding_equals_transformers(kind: str) -> None:
     assert len({token for output in outputs for token in output}) > 10  # a text, not one token
 
 
+@pytest.mark.exhaustive
 @pytest.mark.covering(0, 3)
 @pytest.mark.parametrize("tight", [False, True], ids=["roomy", "tight"])
 @pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])

@@ -25,11 +25,7 @@ RIGHT = {
     "dspark-speculators-fillin-pruned-b6": "fill-in",
     "domino-zlab-shift-b7": "anchor-first",
 }
-QUICK = [("dspark-speculators-fillin-pruned-b6", False)]
-CELLS = [  # draft, whether steps are recorded
-    pytest.param(*cell, marks=() if cell in QUICK else pytest.mark.exhaustive)
-    for cell in product(RIGHT, (True, False))
-]
+CELLS = [*product(RIGHT, (True, False))]  # draft, whether steps are recorded
 GREEDY = {"temperature": 0.0, "max_new_tokens": 60, "ignore_eos": True}
 
 
@@ -57,6 +53,7 @@ def check_of(llm: LLM) -> Any:
     return llm.engine.executor.layout_check
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "graphs"), CELLS)
 def test_the_wrong_layout_warns(name: str, graphs: bool, caplog: pytest.LogCaptureFixture) -> None:
     """Once, in the log and in the statistics; the right layout does not. The texts are equal."""

@@ -95,7 +95,7 @@ def test_drafts_equal_layers_without_a_cache(
     assert seen[len(lengths[0]) :] == seen[: len(lengths[0])]
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("length", [1, 2, 3])
 def test_prompts_shorter_than_the_layers_look(
@@ -196,6 +196,7 @@ CELLS = [  # (page size, chunk, overlap depth, tight)
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.covering(0, 2)
 @pytest.mark.parametrize("cell", CELLS)
 def test_output_equals_plain_decoding(cell: tuple[int, int, int, bool], folder: Path) -> None:

@@ -109,6 +109,7 @@ def test_drafts_equal_one_pass_without_a_cache(
 CELLS = [(1, 4, 1, True), (16, 512, 0, True), (256, 4, 0, False), (16, 4, 1, False)]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.covering(0, 2)
 @pytest.mark.parametrize("cell", CELLS)
 @pytest.mark.parametrize("name", NAMES)

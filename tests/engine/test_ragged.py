@@ -159,6 +159,7 @@ def test_captured_passes(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert {key.drafting for key in replayed} == some
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("algorithm", ["DFLASH", "NGRAM"])
 def test_passes_recorded_on_a_cpu(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if library.library() is None:

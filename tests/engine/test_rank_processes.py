@@ -103,6 +103,7 @@ def test_invalid_settings_raise_in_the_parent() -> None:
         RanksExecutor.start(config(None, context_length=99999), GOLDEN / "target")
 
 
+@pytest.mark.exhaustive
 def test_a_killed_process_aborts_its_requests() -> None:
     with remote_engine(config(None), 1) as engine:
         request = engine.make_request(list(PROMPTS[0]), SamplingParams(temperature=0.0))

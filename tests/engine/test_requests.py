@@ -247,6 +247,7 @@ def test_check_and_flush_complete_the_steps_in_flight() -> None:
             llm.engine.check()
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
 @pytest.mark.parametrize("algorithm", [None, "DFLASH", "NGRAM"])
 def test_a_request_that_cannot_be_admitted_ends_alone(

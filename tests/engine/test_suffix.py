@@ -51,6 +51,7 @@ def answers(llm: LLM, tenants: list[int]) -> Answers:
     return [(each.output_ids, each.meta_info["spec_accept_lengths"]) for each in out]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.covering(0)
 @pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
 def test_a_tenant_is_as_fast_as_if_it_were_alone(overlap_depth: int) -> None:

@@ -209,6 +209,7 @@ def test_text_of_two_ranks(kind: str, algorithm: str | None) -> None:
             assert engine.stats()["spec_decode_num_accepted_tokens"] > 0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.covering(0)
 @pytest.mark.parametrize(
     ("kind", "algorithm"),
@@ -248,6 +249,7 @@ def test_sampled_text_from_a_few_candidates(monkeypatch: pytest.MonkeyPatch) -> 
         assert run(engine, "moe") == want
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("kind", ["moe", "gpt-oss"])
 def test_text_of_two_ranks_that_divide_the_experts_whole(kind: str) -> None:
     with engine_of(config(kind, None, tp_size=2, ep_size=2, page_size=16)) as engine:
@@ -255,6 +257,7 @@ def test_text_of_two_ranks_that_divide_the_experts_whole(kind: str) -> None:
         assert engine.explain()["ep_size"] == 2
 
 
+@pytest.mark.exhaustive
 @pytest.mark.covering(0, 2)
 @pytest.mark.parametrize(
     ("kind", "algorithm"),

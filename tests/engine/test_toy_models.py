@@ -93,6 +93,7 @@ def test_plain_decoding_equals_the_reference(kind: type[ToyModel]) -> None:
     assert len({token for output in outputs for token in output}) > 10  # a text, not one token
 
 
+@pytest.mark.exhaustive
 @pytest.mark.covering(0, 2)
 @pytest.mark.parametrize("tight", [False, True], ids=["roomy", "tight"])
 @pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])

@@ -349,6 +349,7 @@ serve(answer, 1 << 30)
 """
 
 
+@pytest.mark.exhaustive
 def test_trials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Each limit ends a process, and the next grammar has one."""
     (tmp_path / "fake.py").write_text(FAKE)

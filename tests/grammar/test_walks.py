@@ -115,6 +115,7 @@ def walk(matcher: Any, rng: random.Random, spelled: list[bytes]) -> bytes | None
     return None
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "count", [100, pytest.param(3000, marks=pytest.mark.exhaustive)], ids=["some", "many"]
 )

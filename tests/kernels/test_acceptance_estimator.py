@@ -145,6 +145,7 @@ def test_each_request_has_its_own_rates_and_a_new_one_those_of_all() -> None:
     assert estimator.survival_ref(torch.tensor([1]), NO_LIMIT)[0, 0] == survival[6, 0]
 
 
+@pytest.mark.exhaustive
 def test_what_is_not_tested_fades() -> None:
     """A text that was hard is tried again; drafts beyond a prefix that holds become likely."""
     estimator, slots = Estimator.new(2, 4, CPU), torch.arange(2)

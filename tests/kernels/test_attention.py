@@ -158,6 +158,7 @@ def test_large_queries_over_a_float8_pool(num_splits: int, device: torch.device)
     assert relative_error(out, case.reference(MaskSpec())) < BOUND[torch.bfloat16]
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("nodes", some_of([(64,), (65,), (128,), (256,)], 0, 1))
 def test_trees_of_several_words(nodes: int, device: torch.device) -> None:
     """The last bit of a word is the sign of an int64."""

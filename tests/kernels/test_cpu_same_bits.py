@@ -98,6 +98,7 @@ def test_rope_writes(dtype: torch.dtype) -> None:
     check_rows(compute, 230)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(
     ("window", "heads", "dtype"),
     [
@@ -128,6 +129,7 @@ def test_attention(window: int | None, heads: tuple[int, int, int], dtype: torch
             assert torch.equal(attend(plan(few), 0, spec, rows), whole[:, part].flatten(0, 1))
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("heads", [(4, 4, 64), (4, 2, 64), (3, 1, 20)])
 def test_trees(heads: tuple[int, int, int]) -> None:
     """A tree's token has the bits of a chain of its ancestors, whose K/V is where theirs was."""

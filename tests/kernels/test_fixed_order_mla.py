@@ -83,6 +83,7 @@ def test_a_step_against_the_definition(
     assert relative_error(step(case, mask), expected(case, mask)) < BOUND[torch.float32]
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("mask", CHAINS, ids=str)
 def test_chunks_against_the_definition(mask: MaskSpec, device: torch.device) -> None:
     case = make([(0, 20), (250, 11), (600, 1)], 6, device=device)

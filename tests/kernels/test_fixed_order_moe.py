@@ -80,6 +80,7 @@ def test_tiles_change_on_hopper_only(monkeypatch: pytest.MonkeyPatch) -> None:
     assert experts_need_blocks(2048, 776, True, H200)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("tokens", [3, MAX_DECODE_TOKENS + 3])
 @pytest.mark.parametrize("gated", [False, True])
 def test_a_layer_against_the_definition(tokens: int, gated: bool, device: torch.device) -> None:

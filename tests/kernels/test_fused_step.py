@@ -181,6 +181,7 @@ def test_requests_have_one_of_several_accept_lengths(device: torch.device) -> No
     assert simulated.num_committed(slots, 8).tolist() == [2] * 5
 
 
+@pytest.mark.exhaustive
 def test_accept_lengths_by_chance(device: torch.device) -> None:
     """The mean is the one that is asked for, drafts are accepted at one rate, lengths vary."""
     means, num_tokens, count = (1.3, 5.0), 16, 20

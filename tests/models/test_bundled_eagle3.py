@@ -82,6 +82,7 @@ def pair() -> Pair:
     return Pair()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.covering(0)
 @pytest.mark.parametrize(("text", "min_accept"), [(QUESTION, 5.5), (CODE, 1.8)])
 def test_same_output_in_fewer_steps(pair: Pair, text: str, min_accept: float) -> None:

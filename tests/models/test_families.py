@@ -92,6 +92,7 @@ def test_captured_layers_are_transformers_hidden_states(pair: Pair) -> None:
     close(aux_hidden_states, torch.cat((pair.hidden[2], pair.hidden[1]), 1))
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("selects", [True, False])
 def test_final_hidden_states_of_some_tokens(
     pair: Pair, selects: bool, monkeypatch: pytest.MonkeyPatch

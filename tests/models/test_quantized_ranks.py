@@ -111,6 +111,7 @@ def test_two_ranks_compute_as_one(make: Make, quantization: str | None, tmp_path
             torch.testing.assert_close(got, want, rtol=1e-5, atol=3e-5)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(
     ("make", "quantization"),
     [

@@ -10,7 +10,7 @@ from forerun.llm.bundled import bundled
 from tests.mutations.damage import damaged
 from tests.mutations.outcome import completion, outcome, transformers_ids
 
-SAMPLE, MORE = range(10), range(10, 60)
+SAMPLE, MORE = range(4), range(4, 60)
 
 
 @pytest.fixture(scope="module")

@@ -89,6 +89,7 @@ def run(algorithm: str | None, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, se
         return [out.output_ids for out in outs], seen, llm.explain()["threads"]
 
 
+@pytest.mark.covering(0)
 @pytest.mark.usefixtures("four_cores")
 @pytest.mark.parametrize("algorithm", [None, "DFLASH"])
 def test_an_engine_runs_on_its_threads_with_the_same_text(

@@ -161,6 +161,7 @@ def generate(
     return (sum(have) - batch) / ms
 
 
+@pytest.mark.exhaustive
 @pytest.mark.covering(0)
 @pytest.mark.parametrize("outliers", [False, True])
 def test_no_slower_than_the_better_of_plain_and_full(outliers: bool) -> None:

@@ -19,6 +19,7 @@ from tests.server.support import LiveServer
 PROMPTS = [[7 + i, 8, 9, 10 + i] for i in range(6)]
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("backend", ["openai", "sglang"])
 def test_both_generate_the_same_number_of_tokens(
     server: LiveServer, llm: LLM, backend: str

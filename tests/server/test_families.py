@@ -519,6 +519,7 @@ def test_reasoning_can_stay_in_the_content_or_be_left_out(name: str) -> None:
                 assert text == content
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 def test_tokens_of_reasoning_are_counted(family: Family) -> None:
     scripted = Scripted(family.tokenizer, family.thought + family.calls)
@@ -551,6 +552,7 @@ def test_calls_beside_a_malformed_one_are_calls(name: str, answer: str, malforme
         assert (text, calls, finish) == (malformed, [("now", {}), ("now", {})], "tool_calls")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("lengths", some_of([(3,), (12,)], 0))
 def test_truncated_calls_are_broken_alike_whole_and_streamed(lengths: int) -> None:
     """Whatever the length, nothing that was announced is taken back."""
