@@ -105,10 +105,8 @@ class SimulatedAcceptance:
             self._write(slots)
 
     def _write(self, slots: Sequence[int]) -> None:
-        means = []
-        for _ in slots:
-            means.append(self.turns[0])
-            self.turns.rotate(-1)
+        means = [self.turns[i % len(self.turns)] for i in range(len(slots))]
+        self.turns.rotate(-len(slots))
         fixed = torch.tensor([round(mean * 2**_FRACTION_BITS) for mean in means])
         device = self.mean.device
         at = torch.tensor(slots, dtype=torch.int64).to(device, non_blocking=True)
