@@ -65,6 +65,7 @@ def _short_starts() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(costs, "EAGER", costs.MeasurementBudget(0.0, 1, 2))
         patch.setattr(layout_check, "CHECKED_STEPS", 8)
+        patch.setattr(layout_check, "EVERY", 1)
         yield
 
 

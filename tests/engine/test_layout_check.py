@@ -31,7 +31,7 @@ GREEDY = {"temperature": 0.0, "max_new_tokens": 60, "ignore_eos": True}
 
 @pytest.fixture(autouse=True)
 def _as_in_service(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other tests check fewer steps."""
+    """Other tests check fewer steps; here they follow one another as there."""
     monkeypatch.setattr(layout_check, "CHECKED_STEPS", 64)
 
 
@@ -128,8 +128,11 @@ def test_counts_are_those_of_the_committed_tokens(monkeypatch: pytest.MonkeyPatc
     assert counts[-1].tolist() == want
 
 
-def test_it_ends_after_the_first_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout_check, "CHECKED_STEPS", 16)
+def test_it_ends_after_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others lie between them."""
+    every = 3
+    monkeypatch.setattr(layout_check, "CHECKED_STEPS", 4)
+    monkeypatch.setattr(layout_check, "EVERY", every)
     calls: list[int] = []
     propose = DFlash.propose_row_layouts
 
@@ -140,9 +143,13 @@ def test_it_ends_after_the_first_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DFlash, "propose_row_layouts", counted)
     with golden_llm("DFLASH") as llm:
         calls.clear()  # those at start, for their kernels
+        check, asked = check_of(llm), []
+        is_due = check.is_due
+        monkeypatch.setattr(check, "is_due", lambda: asked.append(len(calls)) or is_due())
         llm.generate(input_ids=[case["prompt"] for case in CASES], sampling_params=GREEDY)
         assert check_of(llm) is None and not llm.stats()["warnings"]
-    assert calls == [1] * 16
+    assert calls == [1] * 4
+    assert asked == [0] + [1] * every + [2] * every + [3] * every
 
 
 def test_an_error_in_it_is_one_of_the_algorithm(

@@ -399,9 +399,9 @@ class DeviceExecutor:
         return self._copy(torch.cat((survival, unknown)))
 
     def _check_row_layout(self, batch: DecodeBatch, clock: StepClock) -> None:
-        """Drafts for the first request of a step in both row layouts."""
+        """Drafts for the first request of a step in both row layouts, if that is due."""
         check = self.layout_check
-        if check is None or batch.num_verify_tokens == 1:
+        if check is None or batch.num_verify_tokens == 1 or not check.is_due():
             return
         slot, bound = batch.slots[0], batch.lengths.kv_lens[0]
         lengths = self.tables.host_batch([slot], [bound])

@@ -1,10 +1,10 @@
-"""Whether a draft is served in the row layout it was trained in, seen over the first steps.
+"""Whether a draft is served in the row layout it was trained in, seen over some of its first steps.
 
 In the wrong one a draft gives the right text and hardly an accepted token, and no error. Before
-each of the first steps with drafts, its first request is drafted for once more, outside of the
-captured step, in the layout that is served and in the other one. What the step then commits says
-which of the two would have had more accepted. Counts stay on the device until the last of these
-steps.
+some steps with drafts, the first request is drafted for once more, outside of the captured step, in
+the layout that is served and in the other one. What the step then commits says which of the two
+would have had more accepted. Counts stay on the device until the last of these steps. Drafting in
+this way takes as long as some captured steps of a small model, so others lie between these steps.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from forerun.executor.step.device_step import DeviceStep
 from forerun.sampling.sampler import GREEDY, SAMPLED, SamplingFlags
 
 CHECKED_STEPS = 64
+EVERY = 32  # of so many steps with drafts, the first is checked
 SIGNIFICANT = 3.0  # standard deviations
 
 
@@ -42,6 +43,7 @@ class RowLayoutCheck:
         self._step, self._steps = step, EagerSteps(step)
         self._kv_len_ub = kv_len_ub
         self._left = CHECKED_STEPS
+        self._seen = 0  # steps with drafts
         self._checked: _Checked | None = None
         # Right drafts of the served layout and of the other, and steps in which each had more.
         self._counts = torch.zeros(4, dtype=torch.int64, device=step.tables.device)
@@ -54,6 +56,11 @@ class RowLayoutCheck:
             for flags in (GREEDY, SAMPLED):
                 self._steps.propose_row_layouts(self._batch(slot, flags, HostBatch.padding(1)))
 
+    def is_due(self) -> bool:
+        """Whether the step with drafts that comes next is checked; to be asked once."""
+        number, self._seen = self._seen, self._seen + 1
+        return self._left > 0 and number % EVERY == 0
+
     def before(self, slot: int, flags: SamplingFlags, lengths: HostBatch) -> None:
         """Drafts for a request of the step that comes next, in both row layouts.
 
@@ -61,8 +68,6 @@ class RowLayoutCheck:
             flags: of the request.
             lengths: of the request alone.
         """
-        if not self._left:
-            return
         batch = self._batch(slot, flags, lengths)
         start = self._step.tables.kv_len[slot : slot + 1].clone()
         drafts = self._steps.propose_row_layouts(batch)

@@ -373,7 +373,7 @@ class SpeculativeAlgorithm(ABC):
     def propose_row_layouts(self, step: ProposeInput) -> Tensor:
         """Drafts of every request in the row layout that is served, and in the other one.
 
-        With `SpecCaps.other_row_layout`, called before the first steps, outside of the captured
+        With `SpecCaps.other_row_layout`, called before some steps, outside of the captured
         step: the engine warns if the target would accept more in the other layout.
 
         Returns:
