@@ -135,3 +135,16 @@ def test_log_sum_exp(dtype: torch.dtype) -> None:
     x[0, 0, 7], x[1, 0] = torch.nan, -torch.inf
     bad = functions.log_sum_exp(x)
     assert bad[0, 0].isnan() and bad[1, 0] == -torch.inf and torch.equal(bad[2:], got[2:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_best_of_sum(dtype: torch.dtype) -> None:
+    """The first of equals, in rows of any length and distance; never a NaN."""
+    for size in (1, 7, 255, 256, 16_387):
+        x, y = normal(6, 3, size, dtype=dtype), normal(1, size, dtype=dtype).expand(6, size)
+        rows = x[:, 1]
+        rows[2, size // 2], rows[3], rows[4] = torch.nan, -torch.inf, torch.nan
+        rows[5] = -y[0]  # all sums are equal, but for the first
+        rows[5, 0] = -torch.inf
+        sums = (rows.float() + y.float()).nan_to_num(-torch.inf, torch.inf, -torch.inf)
+        assert functions.best_of_sum(rows, y).tolist() == sums.numpy().argmax(-1).tolist()

@@ -1,4 +1,4 @@
-// RMSNorm, functions of single values and log-sum-exp; and what lies between a QKV GEMM and the K/V
+// RMSNorm, functions of single values, log-sum-exp and the best of a sum; and what lies between a QKV GEMM and the K/V
 // pool: QK-norm, RoPE and the write.
 #include <algorithm>
 
@@ -146,6 +146,29 @@ float log_sum_exp(const T* x, int64_t size) {
     return largest + float(std::log(sum));
 }
 
+// The place of the largest x + y, the first of equals; 0 if there are but NaN and -inf.
+template <class T>
+int64_t best_of_sum(const T* x, const T* y, int64_t size) {
+    constexpr int64_t BLOCK = 256;
+    float best = -INFINITY;
+    int64_t at = 0;
+    for (int64_t begin = 0; begin < size; begin += BLOCK) {
+        const int64_t end = std::min(size, begin + BLOCK);
+        Vec most = broadcast(-INFINITY);
+        int64_t i = begin;
+        for (; i + LANES <= end; i += LANES) {
+            const Vec sum = load_floats(x + i) + load_floats(y + i);
+            most = sum > most ? sum : most;
+        }
+        float largest = max_lanes(most);
+        for (; i < end; i++) largest = std::fmax(largest, to_float(x[i]) + to_float(y[i]));
+        if (!(largest > best)) continue;
+        best = largest;
+        for (at = begin; to_float(x[at]) + to_float(y[at]) != best;) at++;
+    }
+    return at;
+}
+
 }  // namespace forerun
 
 using namespace forerun;
@@ -175,6 +198,19 @@ void forerun_log_sum_exp(const void* x, int64_t rows, int64_t size, float* out,
     parallel_for(rows, threads, [&](int64_t r) {
         out[r] = is_bfloat16 ? log_sum_exp(static_cast<const BFloat16*>(x) + r * size, size)
                              : log_sum_exp(static_cast<const float*>(x) + r * size, size);
+    });
+}
+
+// x, y [rows, size], rows `x_stride` and `y_stride` values apart -> out [rows].
+void forerun_best_of_sum(const void* x, int64_t x_stride, const void* y, int64_t y_stride,
+                         int64_t rows, int64_t size, int64_t* out, int32_t is_bfloat16,
+                         int32_t threads) {
+    parallel_for(rows, threads, [&](int64_t r) {
+        const int64_t a = r * x_stride, b = r * y_stride;
+        out[r] = is_bfloat16 ? best_of_sum(static_cast<const BFloat16*>(x) + a,
+                                           static_cast<const BFloat16*>(y) + b, size)
+                             : best_of_sum(static_cast<const float*>(x) + a,
+                                           static_cast<const float*>(y) + b, size);
     });
 }
 

@@ -66,6 +66,9 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
     "forerun_learn": (c_void_p, c_int32),
     "forerun_allocate": (c_void_p, c_int32),
     "forerun_pack_tokens": (c_void_p, c_int32),
+    "forerun_best_of_sum": (
+        c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int32, c_int32
+    ),
     # Not of steps.
     "forerun_replay_delta": (c_void_p, c_void_p, c_void_p, c_void_p, c_int32),
     "forerun_pack": (
