@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -26,6 +27,7 @@ from forerun.core.request import FinishReason, Request
 from forerun.engine import tracing
 from forerun.engine.stats import accepted_per_position
 from forerun.server.engines import link as engine_link
+from forerun.server.engines import process
 from forerun.server.engines.backoff import HEALTHY_SECONDS, MAX_DELAY, MAX_QUICK_DEATHS, Backoff
 from forerun.server.engines.client import EngineClient, EngineState
 from forerun.server.engines.link import EngineLink
@@ -109,6 +111,21 @@ def run(llm: LLM, wire: Wire) -> None:
     EngineServer(llm.engine, wire, wire).run()  # type: ignore[arg-type]
     llm.engine.check()
     assert not llm.engine._requests
+
+
+def test_collections_pass_over_what_is_loaded_when_an_engine_is_ready(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    happened: list[object] = []
+    outbox = Mock(send=lambda _: happened.append("ready"))
+    monkeypatch.setattr("forerun.executor.start.start_executor", Mock())
+    monkeypatch.setattr(process, "Engine", Mock())
+    monkeypatch.setattr(process, "EngineServer", Mock())
+    monkeypatch.setattr(process, "Ready", Mock())
+    monkeypatch.setattr(process, "encode", Mock())
+    monkeypatch.setattr(process, "freeze_loaded", lambda: happened.append("frozen"))
+    process._serve(Mock(model_path=""), Mock(), outbox)
+    assert happened == ["frozen", "ready"]
 
 
 def test_requests_run_together_and_end(llm: LLM) -> None:

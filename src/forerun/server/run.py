@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import signal
 import socket
@@ -18,6 +17,7 @@ from forerun.config.engine_config import EngineConfig
 from forerun.core.errors import ConfigError
 from forerun.engine.tracing import start_tracing
 from forerun.llm.setup import load_tokenizer
+from forerun.platform.garbage import freeze_loaded
 from forerun.platform.open_files import allow_connections
 from forerun.server.app import build_app
 from forerun.server.engines.replicas import Replicas
@@ -183,8 +183,7 @@ class _Run:
                 serving.result()
             host, port = bound.getsockname()[:2]
             url = self._service.settings.url(host, port)
-            gc.collect()
-            gc.freeze()  # what is loaded by now stays: collections need not look at it again
+            freeze_loaded()
             for begin in self._service.when_ready:
                 begin()
             self._on_ready(url, self._service.explain)

@@ -28,6 +28,7 @@ from forerun.core.errors import ConfigError, ExecutorError, RequestError
 from forerun.core.request import FinishReason, Request, State
 from forerun.engine.engine import Engine
 from forerun.engine.metrics import EngineMetrics
+from forerun.platform.garbage import freeze_loaded
 from forerun.platform.signals import without_ctrl_c
 from forerun.platform.stacks import offer_stacks
 from forerun.server.engines.messages import (
@@ -130,6 +131,7 @@ def _serve(task: EngineTask, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes]
     with progress("preparing grammars"):
         executor.prepare_grammars()
     engine = Engine(task.config, executor)
+    freeze_loaded()
     outbox.send(encode(Ready(engine.info)))
     EngineServer(engine, inbox, outbox).run()
     engine.close()  # not after an error: other nodes would take it for the end of the server
