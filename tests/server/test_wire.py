@@ -225,7 +225,8 @@ def serve(use: Callable[[str], Awaitable[Any]]) -> Any:
         await json_response({"bytes": len(body)})(scope, receive, send)
 
     async def served() -> Any:
-        config = uvicorn.Config(LimitBody(ExceptionMiddleware(echo), 10**6), log_config=None)
+        app = LimitBody(ExceptionMiddleware(echo), 10**6)
+        config = uvicorn.Config(app, log_config=None, ws="none")  # as in service
         config.load()
         state = ServerState()
         loop = asyncio.get_running_loop()
