@@ -163,7 +163,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = others | dropped | (gpu if property_examples.quick else set())
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
-    # The longest ones are there. Begun last, they would leave the other worker without work.
+    # Training takes longest: begun last, it would leave the other worker without tests.
     items.sort(key=lambda item: not item.nodeid.startswith("tests/train/"))
     for item in gpu - left_out:
         item.add_marker(pytest.mark.skip(reason="needs a GPU"))

@@ -31,7 +31,7 @@ GREEDY = {"temperature": 0.0, "max_new_tokens": 60, "ignore_eos": True}
 
 @pytest.fixture(autouse=True)
 def _as_in_service(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other tests check fewer steps; here they follow one another as there."""
+    """Other tests check fewer steps. In all of them every step with drafts is checked."""
     monkeypatch.setattr(layout_check, "CHECKED_STEPS", 64)
 
 

@@ -138,8 +138,8 @@ def test_log_sum_exp(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_best_of_sum(dtype: torch.dtype) -> None:
-    """The first of equals, in rows of any length and distance; never a NaN."""
+def test_add_argmax(dtype: torch.dtype) -> None:
+    """The lowest of equals, in rows of any length and distance; never a NaN."""
     for size in (1, 7, 255, 256, 16_387):
         x, y = normal(6, 3, size, dtype=dtype), normal(1, size, dtype=dtype).expand(6, size)
         rows = x[:, 1]
@@ -147,4 +147,4 @@ def test_best_of_sum(dtype: torch.dtype) -> None:
         rows[5] = -y[0]  # all sums are equal, but for the first
         rows[5, 0] = -torch.inf
         sums = (rows.float() + y.float()).nan_to_num(-torch.inf, torch.inf, -torch.inf)
-        assert functions.best_of_sum(rows, y).tolist() == sums.numpy().argmax(-1).tolist()
+        assert functions.add_argmax(rows, y).tolist() == sums.numpy().argmax(-1).tolist()

@@ -43,11 +43,11 @@ DRAFTS = {  # name: kind, flags, and why
         "--head-rank 24 --ce-weight 0.5 --kl-weight 0.5",
         "Its head cannot be pruned, so it has a smaller rank; 18 MB.",
     ),
-    # The second run, proposed: the best kind of the first, with more answers.
+    # Later runs, of the best kind of the first, with more answers.
     "dspark-init": (
         "dspark",
         "--head-rank 32 --learning-rate 2e-3",
-        "Goes on with --initial-draft: are the steps of an earlier run worth something?",
+        "Goes on with --initial-draft, whose vocabulary it keeps: what ships was made so.",
     ),
     "dspark-deep": (
         "dspark",

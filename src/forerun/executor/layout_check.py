@@ -21,7 +21,7 @@ from forerun.executor.step.device_step import DeviceStep
 from forerun.sampling.sampler import GREEDY, SAMPLED, SamplingFlags
 
 CHECKED_STEPS = 64
-EVERY = 32  # of so many steps with drafts, the first is checked
+EVERY = 32  # steps with drafts from one that is checked to the next
 SIGNIFICANT = 3.0  # standard deviations
 
 
@@ -57,7 +57,7 @@ class RowLayoutCheck:
                 self._steps.propose_row_layouts(self._batch(slot, flags, HostBatch.padding(1)))
 
     def is_due(self) -> bool:
-        """Whether the step with drafts that comes next is checked; to be asked once."""
+        """Counts a step with drafts, the one that comes next; whether it is checked."""
         number, self._seen = self._seen, self._seen + 1
         return self._left > 0 and number % EVERY == 0
 

@@ -1,5 +1,5 @@
-// RMSNorm, functions of single values, log-sum-exp and the best of a sum; and what lies between a QKV GEMM and the K/V
-// pool: QK-norm, RoPE and the write.
+// RMSNorm, functions of single values, log-sum-exp and the argmax of a sum; and what lies between a
+// QKV GEMM and the K/V pool: QK-norm, RoPE and the write.
 #include <algorithm>
 
 #include "norm.h"
@@ -146,9 +146,9 @@ float log_sum_exp(const T* x, int64_t size) {
     return largest + float(std::log(sum));
 }
 
-// The place of the largest x + y, the first of equals; 0 if there are but NaN and -inf.
+// The index of the largest x + y, the lowest of equals; 0 if all are NaN or -inf.
 template <class T>
-int64_t best_of_sum(const T* x, const T* y, int64_t size) {
+int64_t add_argmax(const T* x, const T* y, int64_t size) {
     constexpr int64_t BLOCK = 256;
     float best = -INFINITY;
     int64_t at = 0;
@@ -202,15 +202,15 @@ void forerun_log_sum_exp(const void* x, int64_t rows, int64_t size, float* out,
 }
 
 // x, y [rows, size], rows `x_stride` and `y_stride` values apart -> out [rows].
-void forerun_best_of_sum(const void* x, int64_t x_stride, const void* y, int64_t y_stride,
-                         int64_t rows, int64_t size, int64_t* out, int32_t is_bfloat16,
-                         int32_t threads) {
+void forerun_add_argmax(const void* x, int64_t x_stride, const void* y, int64_t y_stride,
+                        int64_t rows, int64_t size, int64_t* out, int32_t is_bfloat16,
+                        int32_t threads) {
     parallel_for(rows, threads, [&](int64_t r) {
         const int64_t a = r * x_stride, b = r * y_stride;
-        out[r] = is_bfloat16 ? best_of_sum(static_cast<const BFloat16*>(x) + a,
-                                           static_cast<const BFloat16*>(y) + b, size)
-                             : best_of_sum(static_cast<const float*>(x) + a,
-                                           static_cast<const float*>(y) + b, size);
+        out[r] = is_bfloat16 ? add_argmax(static_cast<const BFloat16*>(x) + a,
+                                          static_cast<const BFloat16*>(y) + b, size)
+                             : add_argmax(static_cast<const float*>(x) + a,
+                                          static_cast<const float*>(y) + b, size);
     });
 }
 

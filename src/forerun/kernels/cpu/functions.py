@@ -1,4 +1,4 @@
-"""Functions of single values, log-sum-exp and the best of a sum, on a CPU.
+"""Functions of single values, log-sum-exp and the argmax of a sum, on a CPU.
 
 PyTorch computes what does not fill a register by other code, with other bits, and how a tensor is
 cut into registers depends on its size and the threads. Here a value's result depends on it alone,
@@ -48,16 +48,16 @@ def log_sum_exp(x: Tensor) -> Tensor:
     return out
 
 
-def best_of_sum(x: Tensor, y: Tensor) -> Tensor:
-    """The place of the largest x + y in each row, the first of equals, where our kernels `serve`.
+def add_argmax(x: Tensor, y: Tensor) -> Tensor:
+    """The index of the largest x + y in each row, the lowest of equals, where our kernels `serve`.
 
-    x, y [B, C] of one dtype; elements of a row are contiguous -> [B] int64; 0 if a row has nothing
-    but NaN and -inf.
+    x, y [B, C] of one dtype; elements of a row are contiguous -> [B] int64; 0 for rows in which all
+    are NaN or -inf.
     """
     rows, size = x.shape
     out = torch.empty(rows, dtype=torch.int64)
     call(
-        "forerun_best_of_sum", x.data_ptr(), x.stride(0), y.data_ptr(), y.stride(0), rows, size,
+        "forerun_add_argmax", x.data_ptr(), x.stride(0), y.data_ptr(), y.stride(0), rows, size,
         out.data_ptr(), x.dtype == torch.bfloat16,
     )  # fmt: skip
     return out

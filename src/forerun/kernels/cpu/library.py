@@ -66,7 +66,7 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
     "forerun_learn": (c_void_p, c_int32),
     "forerun_allocate": (c_void_p, c_int32),
     "forerun_pack_tokens": (c_void_p, c_int32),
-    "forerun_best_of_sum": (
+    "forerun_add_argmax": (
         c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int32, c_int32
     ),
     # Not of steps.

@@ -13,7 +13,7 @@ enum Kernel : int64_t {
     DECODE_INPUTS, VERIFY_INPUTS, ACCEPT_COMMIT, RING_WRITE, TAKE_PACKED_ROWS, KV_SLOTS,
     COPY_ROWS, RING_READ, PROMPT_LOOKUP, SUFFIX_APPEND, SUFFIX_DRAFTS, EXPERTS,
     CAUSAL_CONV, GATED_DELTA, GATED_NORM, APPLY, LOG_SUM_EXP, HEAD_GEMM, SURVIVAL, LEARN, ALLOCATE,
-    PACK_TOKENS, BEST_OF_SUM,
+    PACK_TOKENS, ADD_ARGMAX,
 };
 
 // In Python: `_Call` in graph.py. Pointers and integers as they are, floats in the low half.
@@ -66,7 +66,7 @@ void forerun_learn(In, int32_t);
 void forerun_allocate(In, int32_t);
 void forerun_pack_tokens(In, int32_t);
 void forerun_copy_rows(In, int64_t, int64_t, int64_t, Out, int64_t, int32_t);
-void forerun_best_of_sum(In, int64_t, In, int64_t, int64_t, int64_t, Out, int32_t, int32_t);
+void forerun_add_argmax(In, int64_t, In, int64_t, int64_t, int64_t, Out, int32_t, int32_t);
 
 static void run(const Call& c, int32_t threads) {
     const int64_t* w = c.words;
@@ -111,9 +111,9 @@ static void run(const Call& c, int32_t threads) {
         case LEARN: return forerun_learn(c.in(0), threads);
         case ALLOCATE: return forerun_allocate(c.in(0), threads);
         case PACK_TOKENS: return forerun_pack_tokens(c.in(0), threads);
-        case BEST_OF_SUM:
-            return forerun_best_of_sum(c.in(0), w[1], c.in(2), w[3], w[4], w[5], c.out(6),
-                                       int32_t(w[7]), threads);
+        case ADD_ARGMAX:
+            return forerun_add_argmax(c.in(0), w[1], c.in(2), w[3], w[4], w[5], c.out(6),
+                                      int32_t(w[7]), threads);
         case COPY_ROWS:
             return forerun_copy_rows(c.in(0), w[1], w[2], w[3], c.out(4), w[5], threads);
     }

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from forerun.config.schema import Size
 from forerun.core.errors import ConfigError
-from forerun.kernels.cpu.functions import best_of_sum, serve
+from forerun.kernels.cpu.functions import add_argmax, serve
 from forerun.kernels.drafting.best_token import CorrectedRows, fits_corrected_rows
 from forerun.kernels.drafting.confidence import confidences
 from forerun.kernels.runtime.jit import use_triton
@@ -170,11 +170,11 @@ class DSparkHead(DraftHead):
     def _drawn(
         self, block: Block, base: Tensor, vocabulary: DraftVocabulary, draw: Draw
     ) -> tuple[Tensor, Tensor]:
-        """The same with drawn tokens, and of a few base logits if so configured."""
+        """The same row by row, with drawn tokens, and of a few base logits if so configured."""
         markov, hidden, columns = self.markov_head, block.predicting, None
         if self._config.draft_topk is not None:
             base, columns = base.topk(self._config.draft_topk, -1)
-        best_on_cpu = block.greedy and columns is None and serve(base)
+        by_cpu_kernel = block.greedy and columns is None and serve(base)
         token, state = block.anchor, markov.start(block)
         tokens, before = [], []
         for i in range(block.depth):
@@ -184,8 +184,8 @@ class DSparkHead(DraftHead):
             own = None if columns is None else columns[:, i : i + 1]
             if own is not None:
                 bias = bias.gather(1, own.squeeze(1))
-            if best_on_cpu:
-                token = vocabulary.to_target_ids(best_of_sum(base[:, i], bias))
+            if by_cpu_kernel:
+                token = vocabulary.to_target_ids(add_argmax(base[:, i], bias))
             else:
                 token = draw((base[:, i] + bias).unsqueeze(1), i, own).squeeze(1)
             tokens.append(token)
