@@ -1,49 +1,85 @@
-"""Short prompts padded to a bucket of tokens, as captured prefill runs them, without a graph."""
+"""Short prompts, alone and together, as captured prefill runs them: padded, on static tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from forerun import LLM
 from forerun.executor.device_executor import DeviceExecutor
-from forerun.executor.graphs.cuda import CudaGraphSteps
-from forerun.executor.graphs.steps import EagerSteps
-from forerun.executor.step.inputs import PrefillBatch, PrefillTokens, StepShape
+from forerun.executor.graphs.cuda import CudaGraphSteps, prompt_shapes
+from forerun.executor.graphs.steps import DecodeBatch, EagerSteps
+from forerun.executor.step.device_step import DeviceStep
+from forerun.executor.step.inputs import DecodeOutput, PrefillBatch, PrefillTokens
 from tests.golden_engine import CASES, golden_llm
 
-BUCKET = 64
-PROMPTS = [
-    case["prompt"][:length] for case, length in zip(CASES, (1, 15, 16, 40, 64), strict=False)
-]
+LENGTHS = (1, 15, 16, 40, 64)
+PROMPTS = [case["prompt"][:length] for case, length in zip(CASES, LENGTHS, strict=False)]
 PARAMS = [
     {"temperature": 0.0, "max_new_tokens": 20, "ignore_eos": True},
     {"temperature": 0.8, "top_p": 0.9, "sampling_seed": 1, "max_new_tokens": 20},
 ]
 
 
-class PaddedSteps(EagerSteps):
-    """What `CudaGraphSteps.prefill` replays, for one request at a time."""
+class StandInGraph:
+    """What a graph is to `CudaGraphSteps`: it runs the same on the same tensors.
 
-    padded = 0
+    Kernels of a CPU are called without PyTorch's dispatcher, so `StandInRecorder` misses them.
+    """
+
+    def __init__(self, run: Callable[[], Any]) -> None:
+        self._run, self.output = run, run()
+
+    def replay(self) -> None:
+        vars(self.output).update(vars(self._run()))
+
+
+class PrefillGraphs(CudaGraphSteps):
+    """Captured prefills on a CPU. Decode steps run eagerly."""
+
+    def __init__(self, step: DeviceStep, largest: int) -> None:
+        super().__init__(step, step.tables.history.shape[1], largest, widths=(1,))
+        self.replayed: list[int] = []  # prompts of each prefill
+        self._eagerly = EagerSteps(step)
+        with torch.inference_mode(), step.dummy_steps():
+            for key in self._prefills:
+                self._prefill[key] = self._capture_prefill(*key)
+        assert step.tables.kv_len[step.tables.padding_slot] == 0
+
+    def _captured(self, run: Callable[[], Any]) -> tuple[Any, Any]:
+        graph = StandInGraph(run)
+        return graph, graph.output
+
+    def decode(self, batch: DecodeBatch) -> DecodeOutput:
+        return self._eagerly.decode(batch)
 
     def prefill(self, batch: PrefillBatch) -> PrefillTokens:
-        (chunk,) = batch.chunks
-        if not chunk.last or chunk.num_tokens > BUCKET:
-            return super().prefill(batch)
-        self.padded += 1
-        tables = self.step.tables
-        slots = tables.upload([chunk.slot], torch.int64)
-        counts = tables.upload([chunk.num_tokens], torch.int32)
-        bound = tables.history.shape[1]
-        out = self.step.prefill_padded(slots, counts, StepShape(BUCKET, bound, batch.flags))
-        self.step.observe_prefill(out)
-        return PrefillTokens(out.sampled)
+        if self._prefill_graph(batch.chunks, batch.flags) is not None:
+            self.replayed.append(len(batch.chunks))
+        return super().prefill(batch)
+
+
+def answers(llm: LLM, together: bool) -> list[Any]:
+    """Greedy and sampled; the second time with prefix hits."""
+    if together:
+        mixed = [params for params in PARAMS for _ in PROMPTS]
+        outs = llm.generate(input_ids=PROMPTS * len(PARAMS), sampling_params=mixed)
+        outs += llm.generate(input_ids=PROMPTS * len(PARAMS), sampling_params=mixed)
+    else:
+        outs = [
+            llm.generate(input_ids=prompt, sampling_params=params)
+            for prompt in PROMPTS
+            for params in PARAMS
+        ]
+    llm.engine.check()
+    return [(out.output_ids, out.meta_info["spec_accept_lengths"]) for out in outs]
 
 
 @pytest.mark.covering(0, 2)
+@pytest.mark.parametrize("together", [False, True], ids=["alone", "together"])
 @pytest.mark.parametrize(
     ("name", "window"),
     [
@@ -57,28 +93,30 @@ class PaddedSteps(EagerSteps):
     ids=str,
 )
 def test_text_and_accept_lengths_do_not_change(
-    name: str | None, window: int | None, chain_llm: Callable[..., LLM]
+    name: str | None, window: int | None, together: bool, chain_llm: Callable[..., LLM]
 ) -> None:
     make = chain_llm if name in ("EAGLE3", "STANDALONE") else golden_llm
-    seen = []
-    for padded in (False, True):
+    seen, largest = [], 8
+    for captured in (False, True):
         settings = {"page_size": 16, "speculative_draft_window_size": window}
-        with make(name, max_running_requests=2, **settings) as llm:
+        with make(name, max_running_requests=largest, **settings) as llm:
             assert llm.engine.limits.window == (window or 0)
             executor = llm.engine.executor
             assert isinstance(executor, DeviceExecutor)
-            steps = PaddedSteps(executor.step)
-            if padded:
-                executor.steps = steps
-            outs = [
-                llm.generate(input_ids=prompt, sampling_params=params)
-                for prompt in PROMPTS
-                for params in PARAMS  # the second time with a prefix hit
-            ]
-            llm.engine.check()
-        seen.append([(out.output_ids, out.meta_info["spec_accept_lengths"]) for out in outs])
-        assert steps.padded == (len(outs) if padded else 0)
+            if captured:
+                executor.steps = steps = PrefillGraphs(executor.step, largest)
+            seen.append(answers(llm, together))
     assert seen[0] == seen[1]
+    counts = set(steps.replayed)
+    assert max(counts) > 2 if together else counts == {1} and len(steps.replayed) == len(seen[0])
+
+
+def test_prompts_that_are_captured() -> None:
+    assert prompt_shapes(largest=1, longest=100) == [(1, 16), (1, 32), (1, 64)]
+    shapes = prompt_shapes(largest=64, longest=10_000)
+    assert {count for count, _ in shapes} == {1, 2, 4, 8}
+    assert max(count * tokens for count, tokens in shapes) == 512
+    assert (8, 64) in shapes and (8, 128) not in shapes
 
 
 def test_padding_of_captured_prompts_stays_within_a_request() -> None:

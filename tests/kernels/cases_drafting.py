@@ -60,7 +60,7 @@ CASES = [
         "corrected",
         best_token._corrected,
         dict.fromkeys(("logits_ptr", "x_ptr", "weight_ptr", "table_ptr", "before_ptr"), "*bf16")
-        | dict.fromkeys(("anchor_ptr", "keys_ptr"), "*i64")
+        | dict.fromkeys(("d2t_ptr", "anchor_ptr", "keys_ptr"), "*i64")
         | dict.fromkeys(("batch", "depth", "vocab", "row", "batch_stride", "row_stride"), "i32"),
         {
             "LOOK_UP": True,
@@ -88,8 +88,8 @@ CASES = [
         wide=False,
     ),
     Case(
-        "columns of keys",
-        keys._columns_of_keys,
+        "tokens of keys",
+        keys._tokens_of_keys,
         dict.fromkeys(("keys_ptr", "out_ptr"), "*i64") | dict.fromkeys(("batch", "depth"), "i32"),
         {"BLOCK": keys.BLOCK},
         options={"num_warps": 4},

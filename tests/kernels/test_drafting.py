@@ -62,9 +62,16 @@ def test_tiles_of_w2_fit_into_shared_memory(smem: int, batch: int, stages: int) 
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("looks_up", [False, True])
+@pytest.mark.parametrize("pruned", [False, True])
 @pytest.mark.parametrize(("batch", "vocab", "rank"), [(1, 200, 16), (5, 1000, 64), (17, 333, 32)])
 def test_corrected_rows(
-    batch: int, vocab: int, rank: int, looks_up: bool, dtype: torch.dtype, device: torch.device
+    batch: int,
+    vocab: int,
+    rank: int,
+    pruned: bool,
+    looks_up: bool,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> None:
     """Row by row, given the token that the row before has chosen; odd rows read backwards."""
     if dtype == torch.bfloat16 and device.type == "cpu":
@@ -72,27 +79,32 @@ def test_corrected_rows(
     depth = 3
     logits = _random(batch, depth, vocab + 3, device=device).to(dtype)[:, :, :vocab]
     weight = _random(vocab, rank, device=device, seed=2).to(dtype)
-    table = _random(vocab, rank, device=device, seed=3).to(dtype)
+    table = _random(3 * vocab if pruned else vocab, rank, device=device, seed=3).to(dtype)
+    columns = torch.arange(vocab, device=device)
+    d2t = 2 * columns + columns % 2 if pruned else None  # columns 0, 1, 2 ... are 0, 4, 6 ...
     before = torch.arange(batch, device=device) * 11
     logits[0, 1, 3] = torch.nan
     assert best_token.fits_corrected_rows(table[:batch], weight)
-    rows = best_token.CorrectedRows(logits, before, weight, table)
+    rows = best_token.CorrectedRows(logits, before, weight, table, d2t)
+    ids = columns if d2t is None else columns + d2t
     for row in range(depth):
         if looks_up:
             rows.choose(row)
         else:
             rows.choose(row, rows.look_up(row).clone())
-    got = rows.columns()
+    got = rows.tokens()
+    assert torch.isin(got, ids).all()
     for row in range(depth):
         assert torch.equal(rows.before[:, row], table[before])
         bias = table[before].double() @ weight.double().T
         scores = (logits[:, row].double() + bias).nan_to_num(nan=float("-inf"))
-        found = scores.gather(1, got[:, row : row + 1]).squeeze(1)
+        column = torch.searchsorted(ids, got[:, row].contiguous())
+        found = scores.gather(1, column.unsqueeze(1)).squeeze(1)
         torch.testing.assert_close(found, scores.amax(1), rtol=1e-6, atol=1e-4)
         before = got[:, row]
 
 
-def test_equal_scores_give_the_lowest_column(device: torch.device) -> None:
+def test_equal_scores_give_the_lowest_id(device: torch.device) -> None:
     """Whichever direction a row is read in; the lowest of all for a row of nothing."""
     logits = torch.zeros(2, 4, 700, device=device)
     logits[1, :2, [650, 300, 301]] = 1.0
@@ -102,13 +114,13 @@ def test_equal_scores_give_the_lowest_column(device: torch.device) -> None:
     rows = best_token.CorrectedRows(logits, torch.tensor([3, 4], device=device), weight, weight)
     for row in range(4):
         rows.choose(row)
-    assert rows.columns().tolist() == [[0, 0, 0, 0], [300, 300, 0, 0]]
+    assert rows.tokens().tolist() == [[0, 0, 0, 0], [300, 300, 0, 0]]
     x, found = torch.zeros(2, 16, device=device), keys.new_keys(3, 2, device)
     columns = torch.arange(700, device=device).flip(0).expand(2, -1).contiguous()
     pool = best_token.Pool(columns, columns + 5)
     best_token.best_in_pool(logits[:, 0], x, pool, weight, found, 1)
     best_token.best_in_pool(logits[:, 2], x, pool, weight, found, 2)
-    assert keys.columns_of_keys(found).tolist() == [[0, 5, 0], [0, 305, 0]]
+    assert keys.tokens_of_keys(found).tolist() == [[0, 5, 0], [0, 305, 0]]
 
 
 def test_what_corrected_rows_serve(device: torch.device) -> None:
@@ -199,6 +211,7 @@ LILICORR: dict[str, Any] = {
     "lilicorr_vector_eps": 1e-6,
     "lilicorr_logit_scale": 10.0,
 }
+PRUNED = ", a third of the tokens"
 HEADS: Mapping[str, tuple[HeadConfig, Mapping[str, Any]]] = {
     "selector": (selector.SelectorConfig(24, 2), {}),
     "domino": (domino.DominoConfig(24, 20, 1), {domino.POOL: 90}),
@@ -214,13 +227,15 @@ HEADS: Mapping[str, tuple[HeadConfig, Mapping[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", [*HEADS, *(f"dspark {k}{PRUNED}" for k in markov.MARKOV_HEADS)])
 @pytest.mark.parametrize("seed", [4, 0, 1, 2, 3])
 def test_a_head_drafts_the_same_with_kernels(
     name: str, seed: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config, options = HEADS[name]
-    sizes = BodySizes(HIDDEN, VOCAB, VOCAB, ROWS, 1e-6)
+    pruned = name.endswith(PRUNED)
+    config, options = HEADS[name.removesuffix(PRUNED)]
+    columns = VOCAB // 3 if pruned else VOCAB
+    sizes = BodySizes(HIDDEN, VOCAB, columns, ROWS, 1e-6)
     head: DraftHead = config.build(sizes, WeightPlacement(torch.float32, device), options)
     for i, weight in enumerate(head.weights().values()):
         weight.copy_(_random(*weight.shape, device=device, seed=10 + i) * 0.4)
@@ -228,9 +243,14 @@ def test_a_head_drafts_the_same_with_kernels(
         head.prepare()  # which would pack W2 for kernels of the CPU
     if isinstance(head, markov.DSparkHead):
         assert head.markov_head.fuses(torch.empty(BATCH, 1, HIDDEN, device=device))
-    vocabulary = Vocabulary(
-        _random(VOCAB, HIDDEN, device=device, seed=3), _random(VOCAB, HIDDEN, device=device, seed=4)
-    )
+    embedding = _random(VOCAB, HIDDEN, device=device, seed=3)
+    lm_head = _random(columns, HIDDEN, device=device, seed=4)
+    d2t = torch.arange(columns, device=device) * 2 if pruned else None  # 0, 3, 6 ...
+    vocabulary = Vocabulary(embedding, lm_head, d2t)
+
+    def draw(scores: torch.Tensor, first: int, ids: torch.Tensor | None = None) -> torch.Tensor:
+        return vocabulary.to_target_ids(best(scores, first, ids))
+
     block = Block(
         hidden=_random(BATCH, ROWS, HIDDEN, device=device, seed=100 + seed),
         first=1,
@@ -243,11 +263,11 @@ def test_a_head_drafts_the_same_with_kernels(
     with monkeypatch.context() as patch:
         if seed == 4:  # `embed` is not a look-up
             patch.setattr(vocabulary, "embedding_rows", lambda: None)
-        fused = head.propose(block, vocabulary, best)
+        fused = head.propose(block, vocabulary, draw)
     with monkeypatch.context() as patch:
         for module in (selector, domino, correlator, markov, top_columns, gru):
             patch.setattr(module, "use_triton", lambda tensor: False)
-        plain = head.propose(block, vocabulary, best)
+        plain = head.propose(block, vocabulary, draw)
     assert torch.equal(fused.tokens, plain.tokens)
     assert (fused.confidence is None) == (plain.confidence is None)
 

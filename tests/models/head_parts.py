@@ -6,10 +6,10 @@ from torch import Tensor
 
 
 class Vocabulary:
-    """An embedding and an LM head, [V, H] each."""
+    """An embedding [V, H], an LM head [V_d, H], and `d2t` [V_d] where they differ."""
 
-    def __init__(self, embedding: Tensor, lm_head: Tensor) -> None:
-        self.embedding, self.lm_head = embedding, lm_head
+    def __init__(self, embedding: Tensor, lm_head: Tensor, d2t: Tensor | None = None) -> None:
+        self.embedding, self.lm_head, self.d2t = embedding, lm_head, d2t
 
     def embedding_rows(self) -> Tensor:
         return self.embedding
@@ -24,7 +24,7 @@ class Vocabulary:
         return self.compute_logits(hidden_states).argmax(-1)
 
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
-        return draft_ids
+        return draft_ids if self.d2t is None else draft_ids + self.d2t[draft_ids]
 
 
 def best(scores: Tensor, first: int, columns: Tensor | None = None) -> Tensor:

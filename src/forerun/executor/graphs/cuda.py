@@ -7,8 +7,8 @@ algorithm whose drafts have no fixed shape proposes and observes eagerly, before
 captured verify pass. Batches that do more with the logits than sampling replay two parts
 (`split.py`).
 
-A short prompt of a single request is captured too, padded to a bucket of tokens: launching its
-kernels one by one takes the host longer than the GPU needs to run them. Other prefills may be
+Short prompts are captured too, one or a few together, each padded to a bucket of tokens: launching
+their kernels one by one takes the host longer than the GPU needs to run them. Other prefills may be
 captured in pieces (`piecewise.py`).
 """
 
@@ -19,7 +19,6 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -61,6 +60,19 @@ log = logging.getLogger("forerun")
 # Threads of NCCL query events at any time.
 CAPTURE_ERROR_MODE = "thread_local"
 PREFILL_BUCKETS = (16, 32, 64, 128, 256)  # tokens of a prompt that is captured
+PROMPT_BATCHES = (2, 4, 8)  # prompts that are captured together, all padded to the longest
+MAX_PADDED_TOKENS = 512  # of these: for more, a pass over padding takes longer than launching one
+
+
+def prompt_shapes(largest: int, longest: int) -> list[tuple[int, int]]:
+    """Prompts of a captured prefill, at most `largest`, and tokens of each, at most `longest`.
+
+    The smallest bucket is for a single prompt only.
+    """
+    alone = [(1, tokens) for tokens in PREFILL_BUCKETS]
+    several = [(count, tokens) for count in PROMPT_BATCHES for tokens in PREFILL_BUCKETS[1:]]
+    fitting = [(count, tokens) for count, tokens in several if count * tokens <= MAX_PADDED_TOKENS]
+    return [each for each in alone + fitting if each[0] <= largest and each[1] <= longest]
 
 
 def batch_buckets(largest: int) -> list[int]:
@@ -99,8 +111,8 @@ class _DecodeGraph:
 @dataclass
 class _PrefillGraph:
     graph: torch.cuda.CUDAGraph
-    slots: Tensor  # [1] int64, static
-    counts: Tensor  # [1] int32, static
+    slots: Tensor  # [prompts] int64, static
+    counts: Tensor  # [prompts] int32, static
     output: PrefillOutput  # static; `observe` is set where that runs outside of the graph
 
 
@@ -139,13 +151,19 @@ class CudaGraphSteps:
         self.drafts_for_some = self._eager.drafts_for_some
         self._vocab_is_divided = step.model.vocab_is_divided
         self._flags = captured_flags(self._vocab_is_divided)
-        buckets = PREFILL_BUCKETS if step.captures_prefill else ()
         # Padding must stay within a request's KV slots.
-        self._prefill_buckets = [count for count in buckets if count < kv_len_ub]
+        shapes = prompt_shapes(self.sizes[-1], kv_len_ub - 1) if step.captures_prefill else []
+        # Prompts, tokens and flags of captured prefills. Sampling of a few rows costs greedy
+        # requests little, so several prompts have one graph.
+        self._prefills = [
+            (count, tokens, flags)
+            for count, tokens in shapes
+            for flags in (self._flags if count == 1 else self._flags[-1:])
+        ]
         self.piecewise = PiecewisePrefill(step, piece_buckets)
         self._decode: dict[tuple[PassShape, SamplingFlags], _DecodeGraph] = {}
         self._split: dict[PassShape, SplitStep | None] = {}
-        self._prefill: dict[tuple[int, SamplingFlags], _PrefillGraph] = {}
+        self._prefill: dict[tuple[int, int, SamplingFlags], _PrefillGraph] = {}
         self._buffers: dict[PassShape, StepBuffers | None] = {}
         self._results: dict[PassShape, HostResults] = {}
         self._pool: Any = None
@@ -156,8 +174,8 @@ class CudaGraphSteps:
     @property
     def count(self) -> int:
         """Number of steps that `capture` records."""
-        prefill = len(self._flags) * len(self._prefill_buckets)
-        return self.num_decode(self.sizes) + prefill + len(self.piecewise.buckets)
+        prefill = len(self._prefills) + len(self.piecewise.buckets)
+        return self.num_decode(self.sizes) + prefill
 
     def num_decode(self, sizes: Sequence[int]) -> int:
         """Number of decode steps that `capture` records of these batch buckets."""
@@ -204,9 +222,12 @@ class CudaGraphSteps:
             if sizes is not None:
                 self._capture_pieces(report, piece_buckets)
                 return
-            for count, flags in product(reversed(self._prefill_buckets), self._flags):
-                report(f"prefill {count} {_sampling(flags)}")
-                self._prefill[count, flags] = self._capture_prefill(count, flags)
+            for count, tokens, flags in sorted(
+                self._prefills, key=lambda prefill: prefill[0] * prefill[1], reverse=True
+            ):
+                report(f"prefill {count} x {tokens} {_sampling(flags)}")
+                captured = self._capture_prefill(count, tokens, flags)
+                self._prefill[count, tokens, flags] = captured
             self._capture_pieces(report, self.piecewise.buckets)
             if self.step.deferred is not None:
                 self._compile_deferred()
@@ -270,10 +291,10 @@ class CudaGraphSteps:
             self._results[key] = HostResults(key.size, key.width, device, trees, ragged)
         return self._results[key]
 
-    def _capture_prefill(self, count: int, flags: SamplingFlags) -> _PrefillGraph:
-        step, slots = self.step, self._padding(1)
-        counts = torch.ones(1, dtype=torch.int32, device=slots.device)
-        shape = StepShape(count, self.kv_len_ub, flags)
+    def _capture_prefill(self, count: int, tokens: int, flags: SamplingFlags) -> _PrefillGraph:
+        step, slots = self.step, self._padding(count)
+        counts = torch.ones(count, dtype=torch.int32, device=slots.device)
+        shape = StepShape(tokens, self.kv_len_ub, flags)
 
         def prefill() -> PrefillOutput:
             output = step.prefill_padded(slots, counts, shape)
@@ -458,27 +479,35 @@ class CudaGraphSteps:
             captured = self._prefill_graph(batch.chunks, batch.flags)
         if captured is None:
             return self.step.prefill(batch, self.piecewise.forward(batch.num_tokens))
-        (chunk,) = batch.chunks
-        tables = self.step.tables
-        captured.slots.copy_(tables.upload([chunk.slot], torch.int64), non_blocking=True)
-        captured.counts.copy_(tables.upload([chunk.num_tokens], torch.int32), non_blocking=True)
+        tables, num_prompts, size = self.step.tables, len(batch.chunks), len(captured.slots)
+        padding = size - num_prompts
+        slots = [chunk.slot for chunk in batch.chunks] + [tables.padding_slot] * padding
+        counts = [chunk.num_tokens for chunk in batch.chunks] + [1] * padding
+        captured.slots.copy_(tables.upload(slots, torch.int64), non_blocking=True)
+        captured.counts.copy_(tables.upload(counts, torch.int32), non_blocking=True)
         captured.graph.replay()
-        out = captured.output
-        pooled = None if batch.pooled is None else batch.pooled.sums(out.hidden_states, [0])
+        out, ends = captured.output, range(num_prompts)
+        pooled = None if batch.pooled is None else batch.pooled.sums(out.hidden_states, ends)
         self.step.observe_prefill(out)
-        return PrefillTokens(out.sampled, pooled=pooled)
+        return PrefillTokens(out.sampled[:num_prompts], pooled=pooled)
 
     def _prefill_graph(
         self, chunks: Sequence[PrefillChunk], flags: SamplingFlags
     ) -> _PrefillGraph | None:
-        chunk = chunks[0]
-        at = bisect.bisect_left(self._prefill_buckets, chunk.num_tokens)
-        if len(chunks) > 1 or not chunk.last or at == len(self._prefill_buckets):
+        """The smallest captured prefill that holds the ends of these prompts."""
+        longest, start = max(c.num_tokens for c in chunks), max(c.start for c in chunks)
+        alone = len(chunks) == 1
+        wanted = flags.widened(self._vocab_is_divided) if alone else self._flags[-1]
+        fitting = [
+            key
+            for key in self._prefill
+            if key[0] >= len(chunks) and key[1] >= longest and key[2] == wanted
+        ]
+        smallest = min(fitting, key=lambda key: key[0] * key[1], default=None)
+        if smallest is None or not all(chunk.last for chunk in chunks):
             return None
-        count = self._prefill_buckets[at]
-        if chunk.start + count >= self.kv_len_ub:
-            return None
-        return self._prefill.get((count, flags.widened(self._vocab_is_divided)))
+        within = start + smallest[1] < self.kv_len_ub  # padding too
+        return self._prefill[smallest] if within else None
 
     def _pass_of(self, batch: DecodeBatch, size: int) -> PassShape:
         """The captured pass of `size` requests that verifies as many tokens.

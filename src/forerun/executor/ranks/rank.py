@@ -40,6 +40,7 @@ from forerun.executor.ranks.plan_ring import PlanRing, RingReader
 from forerun.executor.tensor_parallel import config_of_rank
 from forerun.layers.torch_communicator import HOST, RankPlace
 from forerun.platform.cpu_threads import logical_cores
+from forerun.platform.garbage import freeze_loaded
 from forerun.platform.stacks import offer_stacks
 
 if TYPE_CHECKING:
@@ -125,6 +126,7 @@ def _serve(task: RankTask, plans: RingReader, connection: Connection, grammars: 
     executor = build_executor(task.config, Path(task.model_path), task.overlap_depth, comm)
     executor.recorder.rank = place.rank
     threading.Thread(target=_compile_grammars, args=(grammars, executor), daemon=True).start()
+    freeze_loaded()
     connection.send_bytes(INFO + encode(executor.info))
     report = connection.send_bytes if place.rank == 0 else None
     _run_plans(plans, executor, report)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from forerun.kernels.drafting.keys import columns_of_keys, new_keys, raise_key, token_before
+from forerun.kernels.drafting.keys import new_keys, raise_key, token_before, tokens_of_keys
 from forerun.kernels.runtime.gpu import GpuInfo, gpu_of, next_power_of_2
 from forerun.kernels.runtime.jit import jit, jit_no_specialize, tl
 from forerun.kernels.runtime.pdl import pdl_options, prefetch_lines
@@ -40,16 +40,29 @@ def fits_corrected_rows(x: Tensor, weight: Tensor) -> bool:
 class CorrectedRows:
     """The best columns of a block's rows, chosen one after the other on a GPU.
 
-    Row i's is that of the largest logits + weight x, the lowest of equals, 0 where all are NaN or
-    -inf; x is made of the row of `table` of the token before it, which is row i - 1's column.
+    Row i's is that of the largest logits + weight x, the lowest id of equals, 0 where all are NaN
+    or -inf; x is made of the row of `table` of the token before it, which row i - 1 has chosen.
     """
 
-    def __init__(self, logits: Tensor, anchor: Tensor, weight: Tensor, table: Tensor) -> None:
-        """`logits` [B, D, V], the last dimension contiguous; `anchor` [B] int64, the token before
-        row 0; `weight` and `table` [V, r], contiguous: `fits_corrected_rows`.
+    def __init__(
+        self,
+        logits: Tensor,
+        anchor: Tensor,
+        weight: Tensor,
+        table: Tensor,
+        d2t: Tensor | None = None,
+    ) -> None:
+        """Sets the rows before any is chosen.
+
+        Args:
+            logits: [B, D, C], the last dimension contiguous.
+            anchor: [B] int64, the token before row 0.
+            weight: [C, r], contiguous: `fits_corrected_rows`.
+            table: [V, r], contiguous.
+            d2t: [C] int64, the id of a column less the column; none: columns are ids.
         """
         batch, depth, _ = logits.shape
-        self._logits, self._weight, self._table = logits, weight, table
+        self._logits, self._weight, self._table, self._d2t = logits, weight, table, d2t
         self._anchor = anchor.contiguous()
         self._keys = new_keys(depth, batch, logits.device)
         # [B, D, r]: of the table, for the token before each row.
@@ -65,7 +78,7 @@ class CorrectedRows:
         return self.before[:, row]
 
     def choose(self, row: int, x: Tensor | None = None) -> None:
-        """Chooses a row's column, after those before it.
+        """Chooses a row's token, after those before it.
 
         x: [B, r]; none: the table's row of the token before, which is also put into `before`.
         """
@@ -74,7 +87,7 @@ class CorrectedRows:
         tile, block_b = BLOCK_V // 2 if gpu.amd else BLOCK_V, max(16, next_power_of_2(batch))
         _corrected[(min(gpu.num_sms, -(-vocab // tile)),)](
             self._logits, self.before if x is None else x.contiguous(), self._weight, self._table,
-            self._anchor, self._keys, self.before, batch, depth, vocab, row,
+            self._d2t, self._anchor, self._keys, self.before, batch, depth, vocab, row,
             self._logits.stride(0), self._logits.stride(1),
             LOOK_UP=x is None, RANK=rank, BLOCK_B=block_b, BLOCK_V=tile,
             BACKWARD=row % 2 == 1, PREFETCH=AHEAD * tile * rank * self._weight.itemsize // LINE,
@@ -83,9 +96,9 @@ class CorrectedRows:
             **pdl_options(self.before),
         )  # fmt: skip
 
-    def columns(self) -> Tensor:
-        """What the rows have chosen, [B, D] int64."""
-        return columns_of_keys(self._keys)
+    def tokens(self) -> Tensor:
+        """What the rows have chosen, ids [B, D] int64."""
+        return tokens_of_keys(self._keys)
 
 
 def stages(gpu: GpuInfo, tile: int, block_b: int, row_bytes: int) -> int:
@@ -147,7 +160,7 @@ def _prefetch_tiles(
 
 @jit_no_specialize("row")
 def _corrected(
-    logits_ptr, x_ptr, weight_ptr, table_ptr, anchor_ptr, keys_ptr, before_ptr,
+    logits_ptr, x_ptr, weight_ptr, table_ptr, d2t_ptr, anchor_ptr, keys_ptr, before_ptr,
     batch, depth, vocab, row, batch_stride, row_stride,
     LOOK_UP: tl.constexpr, RANK: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_V: tl.constexpr,
     BACKWARD: tl.constexpr, PREFETCH: tl.constexpr, LINE: tl.constexpr, PDL: tl.constexpr,
@@ -197,8 +210,12 @@ def _corrected(
         best_tile = tl.where(better, tile, best_tile)
         logits = following
     largest = tl.max(best, 0)
-    columns = best_tile * BLOCK_V + place[:, None]
-    first = tl.min(tl.where(best == largest[None, :], columns, 0x7FFFFFFF), 0)
+    tokens = best_tile * BLOCK_V + place[:, None]
+    wins = best == largest[None, :]
+    if d2t_ptr is not None:
+        inside = tokens < vocab
+        tokens += tl.load(d2t_ptr + tokens, mask=wins & inside, other=0).to(tl.int32)
+    first = tl.min(tl.where(wins, tokens, 0x7FFFFFFF), 0)
     raise_key(keys_ptr + row * batch + b, largest, first, served & (largest > float("-inf")))
 
 

@@ -2,7 +2,7 @@
 """Keys of the tokens that a block's rows choose, one after the other.
 
 Many CTAs score the columns of a row, each keeps its best, and the largest key wins by an atomic
-maximum: the one with the largest score, or of equals with the lowest column. The next row's kernels
+maximum: the one with the largest score, or of equals with the lowest id. The next row's kernels
 read the key, so that no kernel lies between.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from forerun.kernels.runtime.jit import jit, tl
 from forerun.kernels.runtime.pdl import pdl_options
 
-NOTHING = (-0x7F800001 << 32) | 0x7FFFFFFF  # of column 0 with -inf: smaller than all others
+NOTHING = (-0x7F800001 << 32) | 0x7FFFFFFF  # of token 0 with -inf: smaller than all others
 BLOCK = 256
 
 
@@ -34,18 +34,18 @@ class TokensBefore:
     row: int
 
 
-def columns_of_keys(keys: Tensor) -> Tensor:
-    """The columns [B, D] int64 of keys [D, B] on a GPU; 0 for a row of NaN and -inf only."""
+def tokens_of_keys(keys: Tensor) -> Tensor:
+    """The tokens [B, D] int64 of keys [D, B] on a GPU; 0 for a row of NaN and -inf only."""
     depth, batch = keys.shape
     out = torch.empty(batch, depth, dtype=torch.int64, device=keys.device)
-    _columns_of_keys[(-(-keys.numel() // BLOCK),)](
+    _tokens_of_keys[(-(-keys.numel() // BLOCK),)](
         keys, out, batch, depth, BLOCK=BLOCK, num_warps=4, **pdl_options(keys)
     )
     return out
 
 
 @jit
-def _columns_of_keys(keys_ptr, out_ptr, batch, depth, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _tokens_of_keys(keys_ptr, out_ptr, batch, depth, BLOCK: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -56,11 +56,11 @@ def _columns_of_keys(keys_ptr, out_ptr, batch, depth, BLOCK: tl.constexpr, PDL: 
 
 
 @jit
-def raise_key(key_ptr, score, column, some):
-    """Makes `column` the chosen one if its score, which is not NaN, is the best so far."""
+def raise_key(key_ptr, score, token, some):
+    """Makes `token` the chosen one if its score, which is not NaN, is the best so far."""
     bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)  # -0 equals 0
     order = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # these integers sort as the floats do
-    key = (order.to(tl.int64) << 32) | (0x7FFFFFFF - column).to(tl.int64)
+    key = (order.to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
     tl.atomic_max(key_ptr, key, mask=some, sem="relaxed")
 
 

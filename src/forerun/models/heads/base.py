@@ -56,6 +56,8 @@ class Proposal:
 class DraftVocabulary(Protocol):
     """What a head uses of the draft model that it belongs to."""
 
+    d2t: Tensor | None  # [V_d] int64, the id of a column less the column; None: columns are ids
+
     def embedding_rows(self) -> Tensor | None:
         """[V, H], what `embed` looks up; None: it does more."""
 

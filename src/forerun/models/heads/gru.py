@@ -20,7 +20,7 @@ from forerun.config.schema import Size
 from forerun.core.errors import ConfigError
 from forerun.kernels.drafting.best_token import Pool, best_in_pool
 from forerun.kernels.drafting.gru import gru_step, silu_of_state
-from forerun.kernels.drafting.keys import TokensBefore, columns_of_keys, new_keys
+from forerun.kernels.drafting.keys import TokensBefore, new_keys, tokens_of_keys
 from forerun.kernels.runtime.jit import use_triton
 from forerun.kernels.sampling.argmax import argmax
 from forerun.layers.communication import WeightPlacement
@@ -141,7 +141,7 @@ class DominoHead(DraftHead):
             else:
                 inner = silu_of_state(of_hidden[:, i], state, of_state)
                 best_in_pool(base[:, i], inner, pool, readout, keys, i - prefix)
-        return torch.cat([*(token.unsqueeze(1) for token in tokens), columns_of_keys(keys)], 1)
+        return torch.cat([*(token.unsqueeze(1) for token in tokens), tokens_of_keys(keys)], 1)
 
     def _after(
         self, before: TokensBefore, vocabulary: DraftVocabulary, state: Tensor | None
@@ -152,7 +152,7 @@ class DominoHead(DraftHead):
             return self.prefix_gru(table, state, before)
         token = before.first
         if row > 0:
-            token = columns_of_keys(before.keys[row - 1 : row]).squeeze(1)
+            token = tokens_of_keys(before.keys[row - 1 : row]).squeeze(1)
         return self.prefix_gru(vocabulary.embed(token), state)
 
     def _drawn(

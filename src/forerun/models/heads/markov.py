@@ -146,26 +146,29 @@ class DSparkHead(DraftHead):
         base = vocabulary.compute_logits(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
         top = self._config.draft_topk
         if block.greedy and top is None and self.markov_head.fuses(hidden):
-            tokens, before = self._best(block, base)
+            tokens, before = self._best(block, base, vocabulary)
         else:
             tokens, before = self._drawn(block, base, vocabulary, draw)
         confidence = self.confidence_head(hidden, before) if self._config.confidence else None
         return Proposal(tokens, confidence)
 
-    def _best(self, block: Block, base: Tensor) -> tuple[Tensor, Tensor]:
-        """The best tokens [B, D] by base logits [B, D, V] and bias, chosen by kernels; W1 of the
+    def _best(
+        self, block: Block, base: Tensor, vocabulary: DraftVocabulary
+    ) -> tuple[Tensor, Tensor]:
+        """The best tokens [B, D] by base logits [B, D, V_d] and bias, chosen by kernels; W1 of the
         token before each, [B, D, r].
         """
         markov, hidden = self.markov_head, block.predicting
         tables = markov.markov_w2.weight, markov.markov_w1.weight
-        rows, state = CorrectedRows(base, block.anchor, *tables), markov.start(block)
+        rows = CorrectedRows(base, block.anchor, *tables, vocabulary.d2t)
+        state = markov.start(block)
         for i in range(block.depth):
             if markov.changes_before:
                 x, state = markov.step(rows.look_up(i), hidden[:, i], state)
                 rows.choose(i, x)
             else:
                 rows.choose(i)
-        return rows.columns(), rows.before
+        return rows.tokens(), rows.before
 
     def _drawn(
         self, block: Block, base: Tensor, vocabulary: DraftVocabulary, draw: Draw
@@ -206,12 +209,8 @@ class MarkovHead(Module):
         return block.hidden.new_zeros(block.hidden.shape[0], 0)
 
     def fuses(self, hidden: Tensor) -> bool:
-        """Whether a kernel chooses the best column of a row without writing its logits; columns
-        must be the target's ids, as the kernel looks up W1 as well.
-        """
-        before, after = self.markov_w1.weight, self.markov_w2.weight
-        whole = before.shape == after.shape
-        return use_triton(hidden) and whole and fits_corrected_rows(hidden[:, 0], after)
+        """Whether a kernel chooses the best token of a row without writing its logits."""
+        return use_triton(hidden) and fits_corrected_rows(hidden[:, 0], self.markov_w2.weight)
 
     def step(self, before: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """W1 of the token before [B, r], the row's hidden states [B, H], the state -> what W2
