@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -80,12 +81,18 @@ def test_the_profiling_run_needs_one_page() -> None:
         assert out.output_ids == CASES[0]["output"][:5]
 
 
+@pytest.mark.parametrize(("prompts", "whole"), [([], 0), ([16], 50), ([16, 32, 64], 50 + 2 * 7)])
 @pytest.mark.parametrize(("buckets", "pieces"), [([], 0), ([64], 30), ([32, 48, 64], 30 + 2 * 3)])
 def test_graphs_of_shapes_in_between_take_as_much_as_those_of_the_smallest(
-    buckets: list[int], pieces: int, monkeypatch: pytest.MonkeyPatch
+    buckets: list[int],
+    pieces: int,
+    prompts: list[int],
+    whole: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of decode steps (two graphs per batch size) and of prefills in pieces."""
-    assert graph_bytes(buckets, [0], monkeypatch) == (120 + 3 * 9) + pieces
+    """Of decode steps (two graphs per batch size), of whole prefills, and of those in pieces."""
+    estimate = graph_bytes(buckets, [0], monkeypatch, prompts)
+    assert estimate == (120 + 3 * 9) + whole + pieces
 
 
 @pytest.mark.parametrize(
@@ -100,24 +107,30 @@ def test_memory_of_other_processes_is_not_that_of_graphs(
     assert len(others) - len(left) == estimates
 
 
-def graph_bytes(buckets: list[int], others: list[int], monkeypatch: pytest.MonkeyPatch) -> int:
+def graph_bytes(
+    buckets: list[int],
+    others: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    prompts: Sequence[int] = (),
+) -> int:
     """The estimate, while another process allocates `others` bytes beside a smallest graph."""
     free = 100_000
     monkeypatch.setattr(memory, "_free", lambda device: free)
     monkeypatch.setattr(memory, "memory", lambda device: (free, 16_000))
 
-    def capture(report: Any, sizes: list[int], some: list[int]) -> None:
+    def capture_some(sizes: list[int], whole: list[int], some: list[int], report: Any) -> None:
         nonlocal free
         assert sizes == [1, 8] and some == sorted({*buckets[:1], *buckets[-1:]})
         costs = [100, 20, 5, 4 + others.pop(0)]  # batch size 8, batch size 1
-        for cost in (*costs, *[30, 3][: len(some)]):
+        for cost in (*costs, *[50, 7][: len(whole)], *[30, 3][: len(some)]):
             report("")
             free -= cost
 
     graphs = SimpleNamespace(
         sizes=[1, 2, 4, 8],
+        prompts=prompts,
         piecewise=SimpleNamespace(buckets=buckets),
-        capture=capture,
+        capture_some=capture_some,
         clear=lambda: None,
         num_decode=lambda sizes: 2 * len(sizes),
     )

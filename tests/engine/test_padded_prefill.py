@@ -10,10 +10,11 @@ import torch
 
 from forerun import LLM
 from forerun.executor.device_executor import DeviceExecutor
-from forerun.executor.graphs.cuda import CudaGraphSteps, prompt_shapes
+from forerun.executor.graphs.cuda import CudaGraphSteps, captured_prompts
 from forerun.executor.graphs.steps import DecodeBatch, EagerSteps
 from forerun.executor.step.device_step import DeviceStep
 from forerun.executor.step.inputs import DecodeOutput, PrefillBatch, PrefillTokens
+from forerun.sampling.sampler import GREEDY, SAMPLED
 from tests.golden_engine import CASES, golden_llm
 
 LENGTHS = (1, 15, 16, 40, 64)
@@ -45,8 +46,8 @@ class PrefillGraphs(CudaGraphSteps):
         self.replayed: list[int] = []  # prompts of each prefill
         self._eagerly = EagerSteps(step)
         with torch.inference_mode(), step.dummy_steps():
-            for key in self._prefills:
-                self._prefill[key] = self._capture_prefill(*key)
+            for prompts in self.prompts:
+                self._prefill[prompts] = self._capture_prefill(prompts)
         assert step.tables.kv_len[step.tables.padding_slot] == 0
 
     def _captured(self, run: Callable[[], Any]) -> tuple[Any, Any]:
@@ -112,11 +113,14 @@ def test_text_and_accept_lengths_do_not_change(
 
 
 def test_prompts_that_are_captured() -> None:
-    assert prompt_shapes(largest=1, longest=100) == [(1, 16), (1, 32), (1, 64)]
-    shapes = prompt_shapes(largest=64, longest=10_000)
-    assert {count for count, _ in shapes} == {1, 2, 4, 8}
-    assert max(count * tokens for count, tokens in shapes) == 512
-    assert (8, 64) in shapes and (8, 128) not in shapes
+    both = (GREEDY, SAMPLED)
+    alone = captured_prompts(largest=1, longest=100, flags=both)
+    assert alone == [(1, tokens, flags) for tokens in (16, 32, 64) for flags in both]
+    some = captured_prompts(largest=64, longest=10_000, flags=both)
+    assert {count for count, _, flags in some if flags == SAMPLED} == {1, 2, 4, 8, 16}
+    assert {count for count, _, flags in some if flags == GREEDY} == {1}
+    assert [prompts.num_tokens for prompts in some] == sorted(c * tokens for c, tokens, _ in some)
+    assert some[-1].num_tokens == 1024 and (8, 256, SAMPLED) not in some
 
 
 def test_padding_of_captured_prompts_stays_within_a_request() -> None:

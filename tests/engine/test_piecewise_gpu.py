@@ -15,6 +15,7 @@ import torch
 from forerun import LLM, SamplingParams
 from forerun.engine.engine import Engine
 from forerun.executor import build, memory
+from forerun.executor.graphs import cuda
 from forerun.executor.graphs.piecewise import CudaGraphRecorder, PiecewiseForward, PiecewisePrefill
 from forerun.executor.memory import RESERVED_BYTES, ProfilingRun
 from tests.engine.test_support import folders_of, small
@@ -41,7 +42,8 @@ CHUNKED: dict[str, Any] = {  # steps of up to 100 tokens, all of which run in pi
 
 @pytest.fixture
 def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The numbers of tokens of the prefills that ran in pieces."""
+    """The numbers of tokens of the prefills that ran in pieces: all of several prompts."""
+    monkeypatch.setattr(cuda, "PROMPT_BATCHES", ())
     seen: list[int] = []
     replay = PiecewiseForward.__call__
 

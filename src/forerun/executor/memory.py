@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import TypeVar
 
 import torch
 
@@ -38,6 +39,7 @@ RESERVED_BYTES = 256 << 20  # for fragmentation and later allocations of the dri
 GRAPH_ESTIMATES = 3  # at most, of which the smallest counts
 USUAL_GRAPH_SHARE = 1 / 16  # of a GPU's memory that all captured steps take, at most, as a rule
 GIB = 2**30
+T = TypeVar("T")
 # Prompt lengths below the largest that use other kernels, or more memory.
 SHORT_PROMPTS = (1, 8, 16, 32, 64, 128, LARGE_M - 1)
 
@@ -306,23 +308,30 @@ def _graph_bytes(graphs: CudaGraphSteps, device: torch.device) -> int:
 
 
 def _estimate_graph_bytes(graphs: CudaGraphSteps, device: torch.device) -> int:
-    """Extrapolates from the graphs of the largest and of the smallest shapes.
+    """Extrapolates from the graphs of the largest and of the smallest shapes of each kind.
 
-    The largest are captured first and allocate the shared pool; the graphs of any other batch size
-    or bucket of tokens add about as much as those of the smallest.
+    The largest are captured first and allocate the shared pool; all others of a kind add about as
+    much as the smallest.
     """
-    sizes, buckets = graphs.sizes, graphs.piecewise.buckets
-    some_sizes = sorted({sizes[0], sizes[-1]})
-    some_buckets = sorted({*buckets[:1], *buckets[-1:]})
+    sizes, prompts, buckets = graphs.sizes, graphs.prompts, graphs.piecewise.buckets
+    some_prompts, some_buckets = _ends(prompts), _ends(buckets)
     free: list[int] = []
-    graphs.capture(lambda _: free.append(_free(device)), some_sizes, some_buckets)
+    graphs.capture_some(
+        _ends(sizes), some_prompts, some_buckets, lambda _: free.append(_free(device))
+    )
     free.append(_free(device))
     graphs.clear()
-    decode = len(free) - 1 - len(some_buckets)  # graphs of decode steps
+    prefill = len(free) - 1 - len(some_buckets)  # of decode steps and whole prefills
+    decode = prefill - len(some_prompts)
     largest, smallest = graphs.num_decode(sizes[-1:]), graphs.num_decode(sizes[:1])
     rest = (graphs.num_decode(sizes) - largest) / smallest
     total = _extrapolated(free[: decode + 1], largest, rest)
-    return total + (_extrapolated(free[decode:], 1, len(buckets) - 1) if buckets else 0)
+    total += _extrapolated(free[decode : prefill + 1], 1, len(prompts) - 1) if prompts else 0
+    return total + (_extrapolated(free[prefill:], 1, len(buckets) - 1) if buckets else 0)
+
+
+def _ends(items: Sequence[T]) -> list[T]:
+    return [items[0], items[-1]] if len(items) > 1 else list(items)
 
 
 def _extrapolated(free: Sequence[int], largest: int, rest: float) -> int:

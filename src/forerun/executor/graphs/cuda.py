@@ -60,19 +60,39 @@ log = logging.getLogger("forerun")
 # Threads of NCCL query events at any time.
 CAPTURE_ERROR_MODE = "thread_local"
 PREFILL_BUCKETS = (16, 32, 64, 128, 256)  # tokens of a prompt that is captured
-PROMPT_BATCHES = (2, 4, 8)  # prompts that are captured together, all padded to the longest
-MAX_PADDED_TOKENS = 512  # of these: for more, a pass over padding takes longer than launching one
+PROMPT_BATCHES = (2, 4, 8, 16)  # prompts that are captured together, all padded to the longest
+MAX_PADDED_TOKENS = 1024  # of these: for more, a pass over padding takes longer than launching one
 
 
-def prompt_shapes(largest: int, longest: int) -> list[tuple[int, int]]:
-    """Prompts of a captured prefill, at most `largest`, and tokens of each, at most `longest`.
+class CapturedPrompts(NamedTuple):
+    """Prompts of a captured prefill, tokens of each, and whether some are sampled."""
 
-    The smallest bucket is for a single prompt only.
+    size: int
+    tokens: int
+    flags: SamplingFlags
+
+    @property
+    def num_tokens(self) -> int:
+        return self.size * self.tokens
+
+
+def captured_prompts(
+    largest: int, longest: int, flags: Sequence[SamplingFlags]
+) -> list[CapturedPrompts]:
+    """Prefills that are captured, of at most `largest` prompts of at most `longest` tokens.
+
+    The smallest bucket is for a single prompt only. Sampling of a few rows costs greedy requests
+    little, so several prompts have the last of `flags`, which serve all.
     """
-    alone = [(1, tokens) for tokens in PREFILL_BUCKETS]
-    several = [(count, tokens) for count in PROMPT_BATCHES for tokens in PREFILL_BUCKETS[1:]]
-    fitting = [(count, tokens) for count, tokens in several if count * tokens <= MAX_PADDED_TOKENS]
-    return [each for each in alone + fitting if each[0] <= largest and each[1] <= longest]
+    alone = [CapturedPrompts(1, tokens, each) for tokens in PREFILL_BUCKETS for each in flags]
+    several = [
+        CapturedPrompts(size, tokens, flags[-1])
+        for size in PROMPT_BATCHES
+        for tokens in PREFILL_BUCKETS[1:]
+        if size * tokens <= MAX_PADDED_TOKENS
+    ]
+    fitting = [each for each in alone + several if each.size <= largest and each.tokens <= longest]
+    return sorted(fitting, key=lambda prompts: prompts.num_tokens)
 
 
 def batch_buckets(largest: int) -> list[int]:
@@ -152,18 +172,12 @@ class CudaGraphSteps:
         self._vocab_is_divided = step.model.vocab_is_divided
         self._flags = captured_flags(self._vocab_is_divided)
         # Padding must stay within a request's KV slots.
-        shapes = prompt_shapes(self.sizes[-1], kv_len_ub - 1) if step.captures_prefill else []
-        # Prompts, tokens and flags of captured prefills. Sampling of a few rows costs greedy
-        # requests little, so several prompts have one graph.
-        self._prefills = [
-            (count, tokens, flags)
-            for count, tokens in shapes
-            for flags in (self._flags if count == 1 else self._flags[-1:])
-        ]
+        prompts = captured_prompts(self.sizes[-1], kv_len_ub - 1, self._flags)
+        self.prompts = prompts if step.captures_prefill else []  # ascending by tokens
         self.piecewise = PiecewisePrefill(step, piece_buckets)
         self._decode: dict[tuple[PassShape, SamplingFlags], _DecodeGraph] = {}
         self._split: dict[PassShape, SplitStep | None] = {}
-        self._prefill: dict[tuple[int, int, SamplingFlags], _PrefillGraph] = {}
+        self._prefill: dict[CapturedPrompts, _PrefillGraph] = {}
         self._buffers: dict[PassShape, StepBuffers | None] = {}
         self._results: dict[PassShape, HostResults] = {}
         self._pool: Any = None
@@ -174,7 +188,7 @@ class CudaGraphSteps:
     @property
     def count(self) -> int:
         """Number of steps that `capture` records."""
-        prefill = len(self._prefills) + len(self.piecewise.buckets)
+        prefill = len(self.prompts) + len(self.piecewise.buckets)
         return self.num_decode(self.sizes) + prefill
 
     def num_decode(self, sizes: Sequence[int]) -> int:
@@ -196,42 +210,43 @@ class CudaGraphSteps:
         return half if able and 0 < rows <= size + half * (width - 1) else 0
 
     @torch.inference_mode()
-    def capture(
-        self,
-        progress: Callable[[str], Any] | None = None,
-        sizes: Sequence[int] | None = None,
-        piece_buckets: Sequence[int] = (),
-    ) -> None:
+    def capture(self, progress: Callable[[str], Any] | None = None) -> None:
         """Captures all steps, the largest first, so that smaller ones reuse its memory.
 
         Args:
             progress: called with the name of each step before it is captured.
-            sizes: capture only decode steps of these batch sizes, and the pieces of
-                `piece_buckets`, to measure their memory.
 
         Raises:
             ConfigError: the algorithm uses operations that cannot be captured.
         """
-        self._pool = torch.cuda.graph_pool_handle()
-        report = progress or (lambda name: None)
+        self.capture_some(self.sizes, self.prompts, self.piecewise.buckets, progress)
         with self.step.dummy_steps():
-            for key in reversed(list(self._passes(sizes or self.sizes))):
-                for flags in self._flags:
-                    report(f"decode {key} {_sampling(flags)}")
-                    self._decode[key, flags] = self._capture_decode(key, flags)
-            if sizes is not None:
-                self._capture_pieces(report, piece_buckets)
-                return
-            for count, tokens, flags in sorted(
-                self._prefills, key=lambda prefill: prefill[0] * prefill[1], reverse=True
-            ):
-                report(f"prefill {count} x {tokens} {_sampling(flags)}")
-                captured = self._capture_prefill(count, tokens, flags)
-                self._prefill[count, tokens, flags] = captured
-            self._capture_pieces(report, self.piecewise.buckets)
             if self.step.deferred is not None:
                 self._compile_deferred()
             self._compile_sampling()
+
+    @torch.inference_mode()
+    def capture_some(
+        self,
+        sizes: Sequence[int],
+        prompts: Sequence[CapturedPrompts],
+        piece_buckets: Sequence[int],
+        progress: Callable[[str], Any] | None = None,
+    ) -> None:
+        """Captures decode steps of these batch sizes, these prefills, and then prefills in pieces
+        of these numbers of tokens; each is ascending.
+        """
+        self._pool = torch.cuda.graph_pool_handle()
+        report = progress or (lambda name: None)
+        with self.step.dummy_steps():
+            for key in reversed(list(self._passes(sizes))):
+                for flags in self._flags:
+                    report(f"decode {key} {_sampling(flags)}")
+                    self._decode[key, flags] = self._capture_decode(key, flags)
+            for prefill in reversed(prompts):
+                report(f"prefill {prefill.size} x {prefill.tokens} {_sampling(prefill.flags)}")
+                self._prefill[prefill] = self._capture_prefill(prefill)
+            self._capture_pieces(report, piece_buckets)
 
     def repeatable(self, run: Callable[[], object]) -> Callable[[], None]:
         graph, _ = self._captured(run)
@@ -291,10 +306,10 @@ class CudaGraphSteps:
             self._results[key] = HostResults(key.size, key.width, device, trees, ragged)
         return self._results[key]
 
-    def _capture_prefill(self, count: int, tokens: int, flags: SamplingFlags) -> _PrefillGraph:
-        step, slots = self.step, self._padding(count)
-        counts = torch.ones(count, dtype=torch.int32, device=slots.device)
-        shape = StepShape(tokens, self.kv_len_ub, flags)
+    def _capture_prefill(self, prompts: CapturedPrompts) -> _PrefillGraph:
+        step, slots = self.step, self._padding(prompts.size)
+        counts = torch.ones(prompts.size, dtype=torch.int32, device=slots.device)
+        shape = StepShape(prompts.tokens, self.kv_len_ub, prompts.flags)
 
         def prefill() -> PrefillOutput:
             output = step.prefill_padded(slots, counts, shape)
@@ -495,19 +510,19 @@ class CudaGraphSteps:
         self, chunks: Sequence[PrefillChunk], flags: SamplingFlags
     ) -> _PrefillGraph | None:
         """The smallest captured prefill that holds the ends of these prompts."""
+        if not all(chunk.last for chunk in chunks):
+            return None
         longest, start = max(c.num_tokens for c in chunks), max(c.start for c in chunks)
         alone = len(chunks) == 1
         wanted = flags.widened(self._vocab_is_divided) if alone else self._flags[-1]
-        fitting = [
-            key
-            for key in self._prefill
-            if key[0] >= len(chunks) and key[1] >= longest and key[2] == wanted
-        ]
-        smallest = min(fitting, key=lambda key: key[0] * key[1], default=None)
-        if smallest is None or not all(chunk.last for chunk in chunks):
-            return None
-        within = start + smallest[1] < self.kv_len_ub  # padding too
-        return self._prefill[smallest] if within else None
+        fitting = (
+            prompts
+            for prompts in self._prefill
+            if prompts.size >= len(chunks) and prompts.tokens >= longest
+            if prompts.flags == wanted and start + prompts.tokens < self.kv_len_ub  # padding too
+        )
+        smallest = min(fitting, key=lambda prompts: prompts.num_tokens, default=None)
+        return None if smallest is None else self._prefill[smallest]
 
     def _pass_of(self, batch: DecodeBatch, size: int) -> PassShape:
         """The captured pass of `size` requests that verifies as many tokens.
