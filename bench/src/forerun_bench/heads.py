@@ -98,7 +98,7 @@ def compare_steps(
     plain: LLM, headed: LLM, head: str, width: int, shapes: Sequence[Shape], repetitions: int
 ) -> list[HeadStep]:
     """Steps of both engines at each shape, in turns."""
-    engines = {PLAIN: plain, head: headed}
+    engines = {"plain": plain, "headed": headed}
     found = []
     for shape in shapes:
         vocab = plain.engine.info.vocab_size
@@ -114,5 +114,5 @@ def compare_steps(
             name: median([s for run in results for s in run.value.step_seconds])
             for name, results in timed.items()
         }
-        found.append(HeadStep(head, width, shape.batch_size, times[head], times[PLAIN]))
+        found.append(HeadStep(head, width, shape.batch_size, times["headed"], times["plain"]))
     return found

@@ -25,7 +25,9 @@ from forerun_bench.one_batch import Shape
 
 @with_flags(engine=engine_flags)
 def heads_command(
-    heads: Annotated[list[str], typer.Option(help=f"One or more of {', '.join(HEADS)}")] = [  # noqa: B006
+    heads: Annotated[
+        list[str], typer.Option(help=f"One or more of {', '.join(HEADS)}; {PLAIN}: a control")
+    ] = [  # noqa: B006
         *HEADS
     ],
     width: Annotated[list[int], typer.Option(help="Tokens that a step verifies, one or more")] = [  # noqa: B006
@@ -41,7 +43,7 @@ def heads_command(
     engine: Values,
 ) -> None:
     """Step times of drafting heads, each in turns with a plain DFLASH draft of the same width."""
-    unknown = [head for head in heads if head not in HEADS]
+    unknown = [head for head in heads if head not in (PLAIN, *HEADS)]
     if unknown:
         raise ConfigError(f"Unknown head {unknown[0]!r}; choose of {', '.join(HEADS)}.")
     if min(width) < 3:
