@@ -6,6 +6,7 @@ import contextlib
 import gc
 import importlib.util
 import os
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -106,6 +107,23 @@ def _free_engines() -> Iterator[None]:
     gc.collect()
     if not _gpu():
         gc.freeze()
+
+
+if _gpu():
+    ROOM = 12 << 30  # free bytes that are waited for: few tests take more
+    KEPT = 2 << 30  # bytes that a worker may keep for its next test
+    PATIENCE = 60.0  # seconds
+
+    @pytest.fixture(autouse=True)
+    def _room_on_the_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
+        """Many workers share a GPU, and what large tests take or keep is not there for others."""
+        if request.node.get_closest_marker("gpu"):
+            until = time.monotonic() + PATIENCE
+            while torch.cuda.mem_get_info()[0] < ROOM and time.monotonic() < until:
+                time.sleep(0.5)
+        yield
+        if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > KEPT:
+            torch.cuda.empty_cache()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
