@@ -136,6 +136,7 @@ class Reference:
         return drafts
 
 
+@pytest.mark.usefixtures("float32_drafts")
 @pytest.mark.covering(0)
 @pytest.mark.parametrize("chunk", [512, 7])
 @pytest.mark.parametrize("form", FORMS)

@@ -40,15 +40,15 @@ Step = tuple[int, int]
 """Tokens of the output before a step, and its accept length."""
 
 
-def toy(algorithm: str | None = "DFLASH", bfloat16_draft: bool = False, **settings: Any) -> LLM:
-    """`bfloat16_draft`: where the CPU is fast at it; else in the engine's dtype on any CPU."""
+def toy(algorithm: str | None = "DFLASH", rounded_draft: bool = False, **settings: Any) -> LLM:
+    """`rounded_draft`: as CPUs serve it; else in the engine's dtype on any CPU."""
     if algorithm in ("DFLASH", "DDTREE"):
         settings["speculative_draft_model_path"] = str(TOY / "draft")
     settings = {"device": "cpu", "dtype": "float32", "speculative_adaptive": False, **settings}
     settings |= {"speculative_algorithm": algorithm, "skip_tokenizer_init": True}
     with pytest.MonkeyPatch.context() as patch:
-        if not bfloat16_draft:
-            patch.setattr("forerun.layers.gemm.bfloat16_serves", lambda weight: False)
+        if not rounded_draft:
+            patch.setattr("forerun.layers.gemm.int8_serves", lambda weight: False)
         llm = LLM(TOY / "target", **settings)
     poison_on_release(llm)
     return llm
@@ -292,10 +292,10 @@ def test_two_turns_of_other_algorithms(algorithm: str | None, overlap_depth: int
 @pytest.mark.skipif(library.compiled().library is None, reason="no C++ compiler")
 @pytest.mark.usefixtures("with_cpu_kernels")
 def test_recorded_steps_accept_the_same() -> None:
-    """As the same kernels eagerly. They take the draft's weights and activations in bfloat16."""
+    """As the same kernels eagerly. They take the draft's weights and activations in 8 bits."""
     lengths = []
     for eager in (True, False):
-        with toy(bfloat16_draft=True, disable_cuda_graph=eager) as llm:
+        with toy(rounded_draft=True, disable_cuda_graph=eager) as llm:
             for _ in range(2):  # recorded, then run again; cold, warm
                 how = [params(GREEDY, i) for i in range(len(PROMPTS))]
                 outs = llm.generate(input_ids=PROMPTS, sampling_params=how)

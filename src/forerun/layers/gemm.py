@@ -56,7 +56,6 @@ from forerun.kernels.gemm.gemm import (
 from forerun.kernels.runtime.gpu import gpu_of
 from forerun.kernels.sampling.argmax import argmax
 from forerun.layers.norm import RMSNorm
-from forerun.platform.device import fast_bf16
 
 # The number of tokens that oneDNN is asked to lay a weight out for. Hints of 32 and more serve 1
 # to 256 tokens alike; hints of 1 to 16 make some other number up to three times slower.
@@ -67,7 +66,7 @@ ONEDNN_TOKENS = 32
 MAX_SHARED_COPY = 256 << 20  # bytes
 
 INT8 = "int8"  # `EngineConfig.quantization`
-BFLOAT16 = "bfloat16"  # of drafts
+DRAFT = "draft"  # of drafts: 8 bits where a CPU reads them, since the target alone decides
 
 # Weights up to this size are also kept transposed: for one token that is 1.3 times faster than
 # oneDNN (3.2 against 4.2 ms for all matrices of an 8M-parameter model), and that is plain decoding.
@@ -372,8 +371,8 @@ def gemm_for(
 
     Args:
         shared: the plain matrix stays in use elsewhere, so that a reordered one is a second copy.
-        quantization: "int8": the GEMM reads it in 8 bits; only where `CpuGemm` serves. "bfloat16":
-            it multiplies in bfloat16, where `CpuGemm` serves and that is faster.
+        quantization: "int8": the GEMM reads it in 8 bits; only where `CpuGemm` serves. "draft": the
+            same, but elsewhere it is as if there were none.
         fixed_order: a token's output depends on its input alone; on a CPU it does anyway.
 
     Raises:
@@ -386,10 +385,8 @@ def gemm_for(
                 f" {weight.shape[1]} input columns have no fixed order of sums; drop it."
             )
         return FixedOrderGemm(weight, bias)
-    if quantization == INT8:
+    if quantization == INT8 or (quantization == DRAFT and int8_serves(weight)):
         return CpuGemm.pack(weight, bias, cpu.Format.INT8)
-    if quantization == BFLOAT16 and bfloat16_serves(weight):
-        return CpuGemm.pack(weight, bias, cpu.Format.BFLOAT16)
     if cpu_kernels_serve(weight):
         return CpuGemm.pack(weight, bias)
     if shared and weight.nbytes > MAX_SHARED_COPY:
@@ -412,10 +409,9 @@ def cpu_kernels_serve(weight: Tensor) -> bool:
     return fits and cpu_library.serves(weight.dtype, weight.device)
 
 
-def bfloat16_serves(weight: Tensor) -> bool:
-    """A CPU with bfloat16 instructions, whatever the weight's dtype."""
-    served = cpu_kernels_serve(weight) and cpu.fits(weight, cpu.Format.BFLOAT16)
-    return served and fast_bf16(weight.device)
+def int8_serves(weight: Tensor) -> bool:
+    """Any CPU with a compiler, whatever the weight's dtype: it reads half of bfloat16's bytes."""
+    return cpu_kernels_serve(weight)
 
 
 def onednn_serves(weight: Tensor) -> bool:

@@ -28,7 +28,8 @@ from forerun.config.engine_config import EngineConfig
 from forerun.config.model_config import ModelConfig
 from forerun.kernels.speculation.ragged import RaggedRows
 from forerun.kvcache.layouts import ModelLayout
-from forerun.layers.communication import SINGLE_RANK, Communicator
+from forerun.layers.communication import SINGLE_RANK, Communicator, WeightPlacement
+from forerun.layers.gemm import DRAFT
 from forerun.platform.device import upload
 
 
@@ -116,6 +117,11 @@ class DraftContext:
     max_positions: int  # positions that a request can reach, `kv_reserve` included
     max_running_requests: int
     comm: Communicator = SINGLE_RANK  # ranks that share the draft's weights
+
+    @property
+    def placement(self) -> WeightPlacement:
+        """What a draft model is built with."""
+        return WeightPlacement(self.dtype, self.device, self.comm, quantization=DRAFT)
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,6 @@ from torch import Tensor
 from forerun.config.engine_config import EngineConfig
 from forerun.config.model_config import ModelConfig
 from forerun.core.errors import ConfigError
-from forerun.layers.communication import WeightPlacement
-from forerun.layers.gemm import BFLOAT16
 from forerun.models.dflash import DFlashServing, load_dflash
 from forerun.models.dflash_config import DFlashConfig, load_dflash_config
 from forerun.models.heads.base import Block, Draw
@@ -102,8 +100,7 @@ class DFlash(SpeculativeAlgorithm):
         quantization = ctx.config.speculative_draft_model_quantization
         self._draft = load_dflash(
             folder,
-            # Also in a float32 engine, since the target alone decides what is accepted.
-            WeightPlacement(ctx.dtype, ctx.device, ctx.comm, quantization=BFLOAT16),
+            ctx.placement,
             ctx.max_positions,
             ctx.target,
             DFlashServing(block, window, ctx.config.algorithm_options, quantization),

@@ -20,7 +20,6 @@ from forerun.config.engine_config import EngineConfig
 from forerun.config.json_files import read_json
 from forerun.config.model_config import ModelConfig
 from forerun.config.schema import checked
-from forerun.layers.communication import WeightPlacement
 from forerun.models.eagle3 import load_eagle3
 from forerun.models.eagle3_config import Eagle3Config, load_eagle3_config
 from forerun.speculative.base import DraftContext, ObserveInput, SpecCaps
@@ -71,10 +70,9 @@ class Eagle3(HiddenStateChain):
         layers = config.target_layers(ctx.target.config.num_layers)
         if config.aux_layer_ids is None and ctx.comm.rank == 0:
             log.info("The draft %s names no target layers; EAGLE-3's are %s.", folder, layers)
-        place = WeightPlacement(ctx.dtype, ctx.device, ctx.comm)
         self._draft = load_eagle3(
             folder,
-            place,
+            ctx.placement,
             ctx.max_positions,
             ctx.target,
             ctx.config.load_format,

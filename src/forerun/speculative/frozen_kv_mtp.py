@@ -16,7 +16,6 @@ from torch import Tensor
 from forerun.config.engine_config import EngineConfig
 from forerun.config.model_config import ModelConfig
 from forerun.core.errors import ConfigError
-from forerun.layers.communication import WeightPlacement
 from forerun.models.gemma4_assistant import (
     AssistantConfig,
     load_assistant,
@@ -71,7 +70,7 @@ class FrozenKVMTP(SpeculativeAlgorithm):
             folder,
             config,
             config.sources(ctx.target.config, str(folder)),
-            WeightPlacement(ctx.dtype, ctx.device, ctx.comm),
+            ctx.placement,
             ctx.max_positions,
             ctx.config.load_format,
             ctx.config.speculative_draft_model_quantization,

@@ -22,7 +22,7 @@ from forerun.config.engine_config import EngineConfig
 from forerun.config.model_config import ModelConfig
 from forerun.core.errors import ConfigError
 from forerun.kvcache.layouts import ModelLayout
-from forerun.layers.communication import Communicator, WeightPlacement
+from forerun.layers.communication import Communicator
 from forerun.models.nextn import NextNConfig, NextNDraft, load_nextn, load_nextn_config
 from forerun.speculative.base import DraftContext, ObserveInput, SpecCaps, TargetHandle
 from forerun.speculative.beam_tree import TOPK, BeamTree, resolve_tree
@@ -66,7 +66,7 @@ class NextN(HiddenStateChain):
         draft = load_nextn(
             folder,
             config,
-            WeightPlacement(ctx.dtype, ctx.device, ctx.comm),
+            ctx.placement,
             ctx.max_positions,
             ctx.config.load_format,
             ctx.config.speculative_draft_model_quantization,
