@@ -48,7 +48,7 @@ def toy(algorithm: str | None = "DFLASH", rounded_draft: bool = False, **setting
     settings |= {"speculative_algorithm": algorithm, "skip_tokenizer_init": True}
     with pytest.MonkeyPatch.context() as patch:
         if not rounded_draft:
-            patch.setattr("forerun.layers.gemm.int8_serves", lambda weight: False)
+            patch.setattr("forerun.speculative.base.DRAFT", None)
         llm = LLM(TOY / "target", **settings)
     poison_on_release(llm)
     return llm

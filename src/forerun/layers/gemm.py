@@ -385,7 +385,7 @@ def gemm_for(
                 f" {weight.shape[1]} input columns have no fixed order of sums; drop it."
             )
         return FixedOrderGemm(weight, bias)
-    if quantization == INT8 or (quantization == DRAFT and int8_serves(weight)):
+    if quantization == INT8 or (quantization == DRAFT and cpu_kernels_serve(weight)):
         return CpuGemm.pack(weight, bias, cpu.Format.INT8)
     if cpu_kernels_serve(weight):
         return CpuGemm.pack(weight, bias)
@@ -407,11 +407,6 @@ def cpu_kernels_serve(weight: Tensor) -> bool:
     """float32 and bfloat16 on a CPU, where a compiler is there."""
     fits = weight.dim() == 2 and cpu.fits(weight, cpu.plain_format(weight.dtype))
     return fits and cpu_library.serves(weight.dtype, weight.device)
-
-
-def int8_serves(weight: Tensor) -> bool:
-    """Any CPU with a compiler, whatever the weight's dtype: it reads half of bfloat16's bytes."""
-    return cpu_kernels_serve(weight)
 
 
 def onednn_serves(weight: Tensor) -> bool:

@@ -7,7 +7,7 @@ algorithm whose drafts have no fixed shape proposes and observes eagerly, before
 captured verify pass. Batches that do more with the logits than sampling replay two parts
 (`split.py`).
 
-Short prompts are captured too, one or a few together, each padded to a bucket of tokens: launching
+Short prompts are captured too, up to 16 together, each padded to a bucket of tokens: launching
 their kernels one by one takes the host longer than the GPU needs to run them. Other prefills may be
 captured in pieces (`piecewise.py`).
 """
@@ -515,14 +515,12 @@ class CudaGraphSteps:
         longest, start = max(c.num_tokens for c in chunks), max(c.start for c in chunks)
         alone = len(chunks) == 1
         wanted = flags.widened(self._vocab_is_divided) if alone else self._flags[-1]
-        fitting = (
-            prompts
-            for prompts in self._prefill
-            if prompts.size >= len(chunks) and prompts.tokens >= longest
-            if prompts.flags == wanted and start + prompts.tokens < self.kv_len_ub  # padding too
-        )
-        smallest = min(fitting, key=lambda prompts: prompts.num_tokens, default=None)
-        return None if smallest is None else self._prefill[smallest]
+        for prompts in self.prompts:
+            holds = prompts.size >= len(chunks) and prompts.tokens >= longest
+            fits = start + prompts.tokens < self.kv_len_ub  # with padding
+            if holds and fits and prompts.flags == wanted:
+                return self._prefill[prompts]
+        return None
 
     def _pass_of(self, batch: DecodeBatch, size: int) -> PassShape:
         """The captured pass of `size` requests that verifies as many tokens.
