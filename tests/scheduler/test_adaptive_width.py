@@ -259,6 +259,23 @@ def test_an_outlier_of_the_measurement_is_corrected(wrong: int) -> None:
     assert policy.chosen[16] + policy.chosen[8] == 100
 
 
+def test_a_width_measured_too_slow_is_run_again_while_another_pays() -> None:
+    """Neither width 4, which pays, nor plain steps say what width 8 costs."""
+    real = {1: [1.0, 1.3, 1.5, 3.5]}
+    policy, rng = AdaptiveWidth(WIDTHS, {1: [1.0, 1.3, 3.0, 3.5]}), random.Random(0)
+    requests = [request()]
+    seconds = []
+    for _ in range(1000):
+        width = policy.choose(requests).width
+        seconds.append(real[1][WIDTHS.index(width)])
+        accepted = next((i for i in range(width - 1) if rng.random() > 0.85), width - 1)
+        policy.record_outcomes([VerifyOutcome(requests[0], width - 1, accepted)])
+        policy.record_step_time(1, WidthChoice(width), seconds[-1])
+    assert policy.chosen[8] > 900
+    lost = sum(1 for each in seconds[100:] if each > 1.5) * (3.5 - 1.5)  # at width 16
+    assert lost < 0.01 * sum(seconds)
+
+
 def test_a_single_outlier_does_not_change_a_cost() -> None:
     policy = AdaptiveWidth(WIDTHS, COSTS)
     for _ in range(5):

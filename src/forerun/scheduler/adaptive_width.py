@@ -43,6 +43,10 @@ NEW_REQUEST_STEPS = 128  # at most so many
 MAX_EXPLORATION_SCALE = 16.0  # largest factor on that share, after drafts that paid off
 MIN_EXPLORATION_COST = 0.1  # of the step's time, whatever loss is expected
 EXPLORED_WIDTH = 4  # at least, if there are wider steps: one draft says too little
+# Steps of other widths while one pays.
+REVISIT_SHARE = 0.002  # of the time of steps with drafts
+REVISIT_AFTER = 8  # steps with drafts in a row
+CHEAPER = 0.9  # of the expected cost: a step below it is followed by another one of its width
 
 
 class WidthChoice(NamedTuple):
@@ -181,6 +185,9 @@ class ThroughputPolicy(WidthPolicy):
         self._exploring = False  # the last step with drafts was for exploration
         self._paid_off = False  # it was faster than plain steps
         self._steps_since_plain = 0
+        self._revisit_budget = float("inf")  # seconds; the first is free
+        self._visited: set[float] = set()  # widths that have run since all others have
+        self._revisited: float | None = None  # the last one that ran for its cost only
 
     @abstractmethod
     def _offers(self, requests: Sequence[Request], max_index: int) -> Sequence[Offer]:
@@ -201,6 +208,8 @@ class ThroughputPolicy(WidthPolicy):
             self._steps_since_plain += 1
             uncertain = best.throughput < UNCERTAIN_GAIN * plain.throughput
             if not (uncertain and self._steps_since_plain >= REMEASURE_INTERVAL):
+                if self._steps_since_plain > REVISIT_AFTER:
+                    best = self._revisit(offers, best)
                 return best.width
         elif self._explore(requests, plain, explored := self._explored(offers)):
             return explored.width
@@ -228,6 +237,27 @@ class ThroughputPolicy(WidthPolicy):
         self._paid_off, self._exploring = False, True
         return True
 
+    def _revisit(self, offers: Sequence[Offer], best: Offer) -> Offer:
+        """The best step, or at times one of a width that has not run for long.
+
+        Its cost may have been measured too high, or have fallen since, and nothing else would show
+        that while another width pays.
+        """
+        self._revisit_budget += REVISIT_SHARE * best.seconds
+        self._visited.add(best.width)
+        others = [each for each in offers[1:] if each.width not in self._visited]
+        if not others:
+            self._visited.clear()
+            return best
+        other = max(others, key=lambda each: each.throughput)
+        loss = 1 - other.throughput / best.throughput
+        if self._revisit_budget < other.seconds * max(loss, MIN_EXPLORATION_COST):
+            return best
+        self._revisit_budget = 0.0
+        self._visited.add(other.width)
+        self._revisited = other.width
+        return other
+
     def as_dict(self) -> dict[str, Any]:
         """What `WidthPolicy` shows, with the steps that explored."""
         return super().as_dict() | {
@@ -239,7 +269,12 @@ class ThroughputPolicy(WidthPolicy):
         return self.costs.as_dict()
 
     def record_step_time(self, batch_size: int, choice: WidthChoice, seconds: float) -> None:
-        self.costs.record(batch_size, choice.width, seconds)
+        ratio = self.costs.record(batch_size, choice.width, seconds)
+        if choice.width == self._revisited:
+            self._revisited = None
+            if ratio < CHEAPER:
+                self._visited.discard(choice.width)
+                self._revisit_budget = float("inf")
 
     def _compare_with_plain(self, outcomes: Sequence[VerifyOutcome], width: float) -> None:
         """Adjusts exploration by whether a step with drafts was faster than plain decoding."""

@@ -84,16 +84,16 @@ class StepCosts:
         """Seconds of drafts by their number for a request + 1, and by the number of requests."""
         return {width: dict(known) for width, known in self._drafting.items()}
 
-    def record(self, batch_size: int, width: float, seconds: float) -> None:
-        """Corrects the table by the time of one step."""
+    def record(self, batch_size: int, width: float, seconds: float) -> float:
+        """Corrects the table by the time of one step; returns its ratio to the expected time."""
         i = self._widths.index(width)
         # Steps faster than expected weigh more, so that a cost measured too high is soon corrected.
         ratio = min(max(seconds / self[batch_size][i], 0.5), 2.0)
         weight = max(COST_WEIGHT, FASTER_WEIGHT * (1 - ratio)) if ratio > 0.875 else 0.5
-        if self._is_outlier(batch_size, width, ratio):
-            return
-        for costs in self._nearest(batch_size):
-            costs[i] *= 1 + weight * (ratio - 1)
+        if not self._is_outlier(batch_size, width, ratio):
+            for costs in self._nearest(batch_size):
+                costs[i] *= 1 + weight * (ratio - 1)
+        return ratio
 
     def _bounded(self, measured: Sequence[float]) -> list[float]:
         """Limits outliers of the measurement, after which a width would never be chosen again.
