@@ -39,6 +39,7 @@ RESERVED_BYTES = 256 << 20  # for fragmentation and later allocations of the dri
 GRAPH_ESTIMATES = 3  # at most, of which the smallest counts
 USUAL_GRAPH_SHARE = 1 / 16  # of a GPU's memory that all captured steps take, at most, as a rule
 GIB = 2**30
+FOREIGN = 2 * GIB  # of a GPU's memory, more than a process holds besides PyTorch's: others hold it
 T = TypeVar("T")
 # Prompt lengths below the largest that use other kernels, or more memory.
 SHORT_PROMPTS = (1, 8, 16, 32, 64, 128, LARGE_M - 1)
@@ -148,7 +149,8 @@ def kv_budget(
         raise ConfigError(
             f"The recurrent states of {demand.num_slots - 1} requests take"
             f" {demand.slots_bytes / GIB:.1f} GiB, and {max(budget, 0) / GIB:.1f} GiB are"
-            " available; lower max_running_requests or raise mem_fraction_static."
+            " available; lower max_running_requests or raise"
+            f" mem_fraction_static.{held_by_others(device)}"
         )
     budget = max(budget - demand.slots_bytes, 0)
     snapshots = _num_snapshots(config, demand, budget)
@@ -162,7 +164,7 @@ def kv_budget(
         raise ConfigError(
             f"K/V memory holds {max(pages, 0) * page} tokens and one request needs"
             f" {demand.min_tokens}; raise mem_fraction_static or max_total_tokens, or lower"
-            " page_size, chunked_prefill_size or max_running_requests."
+            f" page_size, chunked_prefill_size or max_running_requests.{held_by_others(device)}"
         )
     return KVBudget(
         pages + 1, demand.token_bytes, snapshots, window_pages + 1, demand.window_token_bytes
@@ -358,6 +360,17 @@ def _free(device: torch.device) -> int:
     return memory(device)[0]
 
 
+def held_by_others(device: torch.device) -> str:
+    """What other processes hold of a GPU, a sentence of an error; empty where it is little."""
+    if device.type != "cuda":
+        return ""
+    free, total = memory(device)
+    others = total - free - torch.cuda.memory_reserved(device)
+    if others < FOREIGN:
+        return ""
+    return f" Other processes hold {others / GIB:.1f} of {device}'s {total / GIB:.1f} GiB."
+
+
 class MemoryLog:
     """Memory that each stage of the start allocates on a GPU, in bytes.
 
@@ -383,7 +396,7 @@ class MemoryLog:
                 raise
             raise ConfigError(
                 f"{self.device} ran out of memory for the {name}: {free / GIB:.1f} of"
-                f" {total / GIB:.1f} GiB were free; {fix}."
+                f" {total / GIB:.1f} GiB were free; {fix}.{held_by_others(self.device)}"
             ) from None
         if self.device.type == "cuda":
             self.allocated[name] = max(0, free - _free(self.device))
