@@ -516,7 +516,9 @@ struct Shape {
     static constexpr int MOST = KIND == GROUPED ? REGISTERS / 12 : 4;
     static constexpr int FREE = (REGISTERS - (KIND == GROUPED ? 8 : 0)) /
                                 (2 * M * Traits<KIND>::ACCUMULATORS);
-    static constexpr int PANELS = FREE >= MOST ? MOST : FREE >= 2 ? 2 : 1;
+    // What three tokens multiply would need more of 16 registers than their sums leave.
+    static constexpr bool FEW = REGISTERS == 12 && M == 3;
+    static constexpr int PANELS = FREE >= MOST ? MOST : FREE >= 2 && !FEW ? 2 : 1;
     static Tile several() { return &Traits<KIND>::template tile<M, PANELS>; }
     static Tile single() { return &Traits<KIND>::template tile<M, 1>; }
 };
