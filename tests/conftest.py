@@ -80,14 +80,6 @@ def with_cpu_kernels() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def float32_drafts() -> Iterator[None]:
-    """Drafts as those of references: multiplied in the engine's dtype on any CPU."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("forerun.speculative.base.DRAFT", None)
-        yield
-
-
 @pytest.fixture
 def without_cpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain PyTorch, as on a machine without a C++ compiler."""

@@ -121,7 +121,6 @@ def recorded(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[
     return seen
 
 
-@pytest.mark.usefixtures("float32_drafts")
 @pytest.mark.covering(0, 2)
 @pytest.mark.parametrize(("sampled", "chunk"), [(False, 512), (True, 7)], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("name", NAMES)

@@ -68,7 +68,6 @@ def run(**settings: Any) -> list[Any]:
     return outs
 
 
-@pytest.mark.usefixtures("float32_drafts")
 def test_speculators_format_gives_the_same_steps(tmp_path: Path) -> None:
     folder = edited_draft(tmp_path, speculators(anchor=False))
     for out, case in zip(run(speculative_draft_model_path=folder), CASES, strict=True):
@@ -105,7 +104,6 @@ ATTENTION: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.usefixtures("float32_drafts")
 @pytest.mark.parametrize("name", ATTENTION)
 def test_every_draft_equals_the_reference(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch

@@ -3,6 +3,8 @@ accepted."""
 
 from __future__ import annotations
 
+import json
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,8 @@ from forerun import LLM
 from forerun.core.errors import ConfigError
 from forerun.evals.acceptance import Acceptance
 from forerun.evals.word_problems import problems
+from forerun.kernels.cpu.gemm import Format
+from forerun.layers.gemm import CpuGemm
 from forerun.layers.linear import LinearBase, QKVLinear
 from forerun.models.draft_base import quantize_draft
 from tests.engine.test_algorithms import PROMPTS, rules
@@ -75,6 +79,34 @@ def test_linears_are_quantized(name: str, drafts: dict[str, Path]) -> None:
         assert not any(linear.quantized_gemm for linear in linears(name, llm).values())
 
 
+ROUNDED = [
+    ({"dtype": "auto"}, True),
+    ({"dtype": "bfloat16"}, True),
+    ({"dtype": "float32"}, False),  # the user's word for: nothing is rounded
+    ({"dtype": "auto", "speculative_draft_model_quantization": "unquant"}, False),
+    ({"dtype": "float32", "speculative_draft_model_quantization": "int8"}, True),
+]
+
+
+@pytest.mark.parametrize("stored", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("settings", "rounded"), ROUNDED)
+def test_a_cpu_rounds_drafts_unless_float32_is_asked_for(
+    settings: dict[str, str], rounded: bool, stored: str, tmp_path: Path
+) -> None:
+    """By the user, or by the target's files."""
+    target = Path(shutil.copytree(GOLDEN / "target", tmp_path / "target"))
+    config = json.loads((target / "config.json").read_text())
+    config.pop("torch_dtype", None)
+    (target / "config.json").write_text(json.dumps(config | {"dtype": stored}))
+    own = {"speculative_draft_model_path": str(GOLDEN / "draft"), **settings}
+    asked = {"device": "cpu", "skip_tokenizer_init": True, "max_running_requests": 1}
+    with LLM(target, speculative_algorithm="DFLASH", **asked, **own) as llm:
+        gemms = [linear.gemm for linear in linears("DFLASH", llm).values()]
+    in_8_bits = {g.weight.format is Format.INT8 for g in gemms if isinstance(g, CpuGemm)}
+    float32 = stored == "float32" and settings == {"dtype": "auto"}
+    assert in_8_bits == {rounded and not float32}
+
+
 def test_a_quantized_weight_is_that_of_e4m3() -> None:
     """Against the definition: a scale per row, its largest value / 448."""
     weight = torch.randn(5, 12, generator=torch.Generator().manual_seed(0))
@@ -91,7 +123,6 @@ def test_a_quantized_weight_is_that_of_e4m3() -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.usefixtures("float32_drafts")
 @pytest.mark.parametrize("name", ["DFLASH", "EAGLE3"])
 def test_the_bundled_drafts_lose_little(name: str) -> None:
     """Tokens per step of the bundled pair over word problems."""
@@ -127,7 +158,7 @@ REFUSED = [
     (None, QUANTIZED, "quantization is set, but plain decoding has no draft that it"),
     ("NGRAM", QUANTIZED, "quantization is set, but NGRAM has no draft that it"),
     ("NGRAM", KEPT, "speculative_draft_kv_cache_dtype is set, but NGRAM has no K/V of a draft"),
-    ("DFLASH", {"speculative_draft_model_quantization": "int8"}, "must be one of fp8, got"),
+    ("DFLASH", {"speculative_draft_model_quantization": "int4"}, "one of fp8, int8, unquant, got"),
     ("DFLASH", {"speculative_draft_kv_cache_dtype": "int8"}, "must be one of auto"),
 ]
 

@@ -136,7 +136,6 @@ class Reference:
         return drafts
 
 
-@pytest.mark.usefixtures("float32_drafts")
 @pytest.mark.covering(0)
 @pytest.mark.parametrize("chunk", [512, 7])
 @pytest.mark.parametrize("form", FORMS)

@@ -12,7 +12,7 @@ from tests.golden_engine import CASES, golden_llm
 
 
 @pytest.fixture(scope="module")
-def dflash(float32_drafts: None) -> Iterator[LLM]:
+def dflash() -> Iterator[LLM]:
     with golden_llm("DFLASH") as llm:
         yield llm
         llm.engine.check()

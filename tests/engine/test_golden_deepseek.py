@@ -46,7 +46,6 @@ def test_plain_decoding_gives_the_texts_of_transformers() -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.usefixtures("float32_drafts")
 def test_nextn_accepts_what_the_reference_accepts() -> None:
     """Step by step, cold and warm; the checkpoint itself has the draft."""
     with toy(**ONE_STEP, chunked_prefill_size=16, page_size=64) as llm:

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from forerun import LLM
 from forerun.core.errors import ConfigError
 from forerun.models.dflash import DFlashDraft
+from forerun.models.dflash_config import load_dflash_config
 from forerun.models.heads.base import Block, DraftHead, DraftVocabulary, Draw, Proposal
 from forerun.models.heads.gru import DominoHead
 from forerun.models.heads.markov import DSparkHead
@@ -33,7 +34,6 @@ QUICK = ("dspark-specforge-rnn-b5", "dflash2-zlab-b8", "domino-zlab-shift-b7")
 PAIRS = [
     pytest.param(name, marks=() if name in QUICK else pytest.mark.exhaustive) for name in NAMES
 ]
-pytestmark = pytest.mark.usefixtures("float32_drafts")
 
 Known = tuple[int, ...]  # tokens up to the anchor
 
@@ -164,13 +164,52 @@ def test_a_causal_block_is_cut_to_the_width(
     assert rows == {width} and compared > 50
 
 
-@pytest.mark.parametrize("name", ["dspark-speculators-b5", "dspark-speculators-fillin-pruned-b6"])
+TRIED = ("dspark-speculators-b5", "dspark-speculators-fillin-pruned-b6")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in TRIED else pytest.mark.exhaustive)
+        for name in NAMES
+        if name.startswith(("dspark", "domino"))  # the others accept little in either layout
+    ],
+)
 def test_the_other_layout_fails(name: str) -> None:
     """Rows that are read one off predict next to nothing; the text stays."""
-    stated = json.loads((HEADS / name / "config.json").read_text())["sample_from_anchor"]
+    stated = load_dflash_config(HEADS / name).sample_from_anchor
     layout = "fill-in" if stated else "anchor-first"
     with pair(HEADS / name, speculative_draft_layout=layout) as llm:
         assert accept_length(llm, name) < 0.8 * accepted(name)
+
+
+def test_a_block_of_one_row() -> None:
+    """It drafts one token anchor-first and none as fill-in, so no other layout is checked."""
+    name = "dspark-speculators-b5"
+    own = {"speculative_num_draft_tokens": 2, "speculative_draft_model_path": str(HEADS / name)}
+    with golden_llm("DFLASH", HEADS / "target", **own) as llm:
+        outs = llm.generate(
+            input_ids=[case["prompt"] for case in cases(name)],
+            sampling_params=[params(case) for case in cases(name)],
+        )
+    assert [out.output_ids for out in outs] == [case["output"] for case in cases(name)]
+    assert {n for out in outs for n in out.meta_info["spec_accept_lengths"]} == {1, 2}
+
+
+def test_joined_drafts_keep_their_confidences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a second algorithm that has none: each draft comes with one."""
+    monkeypatch.setattr("forerun.executor.device_executor.CONFIDENCE_STEPS", 1)
+    name = "dspark-speculators-b5"
+    own = {"speculative_draft_model_path": str(HEADS / name), "max_running_requests": 1}
+    with golden_llm("DSPARK,NGRAM", HEADS / "target", **own) as llm:
+        accept_length(llm, name)
+        llm.engine.drain()
+        counts = llm.engine.metrics().confidences
+    assert counts is not None
+    drafts = sum(n for n, *_ in counts.greedy)
+    right = sum(n for _, n, _ in counts.greedy)
+    assert drafts > 50
+    assert abs(right - sum(total for *_, total in counts.greedy)) < 0.15 * drafts
 
 
 def test_reliability_counts_the_drafts_that_were_tested(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,16 +40,12 @@ Step = tuple[int, int]
 """Tokens of the output before a step, and its accept length."""
 
 
-def toy(algorithm: str | None = "DFLASH", rounded_draft: bool = False, **settings: Any) -> LLM:
-    """`rounded_draft`: as CPUs serve it; else in the engine's dtype on any CPU."""
+def toy(algorithm: str | None = "DFLASH", **settings: Any) -> LLM:
     if algorithm in ("DFLASH", "DDTREE"):
         settings["speculative_draft_model_path"] = str(TOY / "draft")
     settings = {"device": "cpu", "dtype": "float32", "speculative_adaptive": False, **settings}
     settings |= {"speculative_algorithm": algorithm, "skip_tokenizer_init": True}
-    with pytest.MonkeyPatch.context() as patch:
-        if not rounded_draft:
-            patch.setattr("forerun.speculative.base.DRAFT", None)
-        llm = LLM(TOY / "target", **settings)
+    llm = LLM(TOY / "target", **settings)
     poison_on_release(llm)
     return llm
 
@@ -295,7 +291,7 @@ def test_recorded_steps_accept_the_same() -> None:
     """As the same kernels eagerly. They take the draft's weights and activations in 8 bits."""
     lengths = []
     for eager in (True, False):
-        with toy(rounded_draft=True, disable_cuda_graph=eager) as llm:
+        with toy(speculative_draft_model_quantization="int8", disable_cuda_graph=eager) as llm:
             for _ in range(2):  # recorded, then run again; cold, warm
                 how = [params(GREEDY, i) for i in range(len(PROMPTS))]
                 outs = llm.generate(input_ids=PROMPTS, sampling_params=how)

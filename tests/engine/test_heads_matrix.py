@@ -141,7 +141,6 @@ def accepted_on(ranks: int, name: str, grammars: bool, **settings: Any) -> int:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.usefixtures("float32_drafts")
 @pytest.mark.parametrize(
     ("name", "draft_ranks"),
     some_of(TEAMS, *(TEAMS.index((name, 2)) for name in QUICK[:1])),

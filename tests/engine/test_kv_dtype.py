@@ -110,7 +110,6 @@ def test_scales_of_a_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.usefixtures("float32_drafts")
 def test_fp8_does_not_reduce_acceptance() -> None:
     asked = problems(12)
     chats = [[{"role": "user", "content": problem.question}] for problem in asked]

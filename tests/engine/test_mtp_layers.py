@@ -23,7 +23,6 @@ from tests.engine.test_matrix import hold
 from tests.golden_engine import CASES, golden_llm
 from tests.models.nextn_oracle import Oracle, chain
 
-pytestmark = pytest.mark.usefixtures("float32_drafts")
 LAYERS, SEED = 3, 7
 Sample = Callable[[Tensor, int], Any]
 

@@ -76,7 +76,6 @@ def references(folders: Folders) -> References:
     return References(folders)
 
 
-@pytest.mark.usefixtures("float32_drafts")
 @pytest.mark.covering(0, 2)
 @pytest.mark.parametrize("steps", [1, 4])
 @pytest.mark.parametrize(

@@ -136,6 +136,8 @@ def test_two_algorithms_take_the_better_draft() -> None:
         ("DFLASH,NOTHING", "Unknown speculative_algorithm 'NOTHING'"),
         ("SUFFIX,DFLASH", "drop speculative_draft_model_path"),
         ("DDTREE,SUFFIX", "choose one without trees"),
+        ("DFLASH,", "names one algorithm and a comma"),
+        ("DFLASH,NONE", "one of the two drafts nothing"),
     ],
 )
 def test_what_cannot_be_joined_is_refused(algorithm: str, message: str) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,8 +31,11 @@ from forerun.evals.prompts import (
     python_prompts,
     word_prompts,
 )
+from forerun.kernels.cpu import library
+from forerun.layers.gemm import INT8
 from forerun.llm.bundled import REAL_TARGET, real_draft
-from forerun.speculative.registry import get_algorithm
+from forerun.platform.device import resolve_device
+from forerun.speculative.registry import Algorithm, get_algorithm
 
 WORD_PROMPTS, PYTHON_PROMPTS = 5, 3
 # Settings of engines that are loaded at once and serve one request at a time.
@@ -87,7 +90,9 @@ def demo(
     models = choose(
         model_path, speculative_draft_model_path, algorithm.upper() if algorithm else None
     )
-    get_algorithm(models.algorithm)  # refuses an unknown name before anything is loaded
+    # Refuses an unknown name before anything is loaded.
+    rounded = rounded_draft(get_algorithm(models.algorithm), device)
+    models = replace(models, draft={**models.draft, **rounded})
     asked: dict[str, Any] = {"temperature": temperature, "seed": seed, "repetitions": repetitions}
     params = SamplingParams(
         temperature=temperature, sampling_seed=seed, max_new_tokens=max_new_tokens
@@ -145,6 +150,14 @@ def real_models(model_path: str | None, draft: str | None, algorithm: str | None
         {"speculative_algorithm": name, **own},
         remark,
     )
+
+
+def rounded_draft(algorithm: Algorithm, device: str) -> dict[str, Any]:
+    """On a CPU, the draft in 8 bits whatever the dtype: only the target must not be rounded."""
+    on_cpu = resolve_device(device).type == "cpu" and library.why_missing() is None
+    if not (on_cpu and algorithm.quantizes_draft):
+        return {}
+    return {"speculative_draft_model_quantization": INT8}
 
 
 def loaded(models: Models, common: Mapping[str, Any]) -> tuple[LLM, LLM]:

@@ -220,9 +220,10 @@ class EngineConfig:
     )
     speculative_draft_model_quantization: str | None = _setting(
         None,
-        "fp8: the draft's linears in 8 bits, as quantization does with the target's; default: as"
-        " its checkpoint has them",
-        ("fp8",),
+        "fp8, int8: the draft's linears in 8 bits, as quantization does with the target's; unquant:"
+        " as its checkpoint has them; default: unquant, but int8 on a CPU where the weights are in"
+        " 16 bits or less and dtype is not float32 (STANDALONE: unquant)",
+        ("fp8", "int8", "unquant"),
     )
     speculative_draft_kv_cache_dtype: str | None = _setting(
         None,

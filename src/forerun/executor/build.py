@@ -201,6 +201,7 @@ class _Builder:
                     max_positions=positions,
                     max_running_requests=settings.limits.slots,
                     comm=self._draft_comm,
+                    keeps_float32=settings.keeps_float32,
                 )
             )
         return model

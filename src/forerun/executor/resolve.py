@@ -26,6 +26,7 @@ from forerun.layers.communication import (
     UnreducedRank,
     WeightPlacement,
 )
+from forerun.layers.gemm import INT8
 from forerun.layers.moe import check_has_experts
 from forerun.models.base import CausalLM
 from forerun.models.formats.gguf import keeps_codes
@@ -57,6 +58,7 @@ class Settings:
     fixed_order: bool  # of the target's sums: a token's logits depend on those before it alone
     threads: CpuThreads | None  # intra-op threads; None: not a CPU
     ragged: RaggedChoice
+    keeps_float32: bool  # `dtype` is float32 because that is asked for, or the target's own
 
     @property
     def window_in_prefill(self) -> bool:
@@ -101,8 +103,11 @@ def resolve(
     if config.model_impl == TRANSFORMERS:
         config = _with_transformers(config, model_path)
     _check_quantization(config, device)
+    _check_int8("speculative_draft_model_quantization", config, device)
     target = target_config(model_path, config.model_impl)
-    dtype = resolve_dtype(config.dtype, _stored_dtype(config, model_path, target, device), device)
+    codes = keeps_codes(model_path, device)
+    dtype = resolve_dtype(config.dtype, _stored_dtype(config, target, codes), device)
+    asked = target.dtype if config.dtype == "auto" and not codes else config.dtype
     kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, dtype)
     draft_kv_dtype = resolve_kv_dtype(
         config.speculative_draft_kv_cache_dtype or config.kv_cache_dtype, dtype
@@ -143,6 +148,7 @@ def resolve(
         fixed_order,
         threads,
         ragged,
+        asked == "float32",
     )
 
 
@@ -168,23 +174,27 @@ def _with_transformers(config: EngineConfig, model_path: Path) -> EngineConfig:
     return replace(config, disable_cuda_graph=True)
 
 
-def _stored_dtype(
-    config: EngineConfig, folder: Path, target: ModelConfig, device: torch.device
-) -> str:
+def _stored_dtype(config: EngineConfig, target: ModelConfig, codes: bool) -> str:
     """The dtype that `auto` follows: float32 for codes that are computed with in float32."""
     native = config.model_impl != TRANSFORMERS and config.tp_size == 1
-    return "float32" if native and keeps_codes(folder, device) else target.dtype
+    return "float32" if native and codes else target.dtype
 
 
 def _check_quantization(config: EngineConfig, device: torch.device) -> None:
-    """Refuses int8 where no kernel reads such weights. FP8 is dequantized there."""
-    if config.quantization is None:
+    """Refuses what is not there: FP8 is dequantized where no kernel reads it."""
+    if config.quantization is not None and config.model_impl == TRANSFORMERS:
+        raise ConfigError(
+            f"quantization {config.quantization} is not available with model_impl transformers;"
+            " drop it."
+        )
+    _check_int8("quantization", config, device)
+
+
+def _check_int8(setting: str, config: EngineConfig, device: torch.device) -> None:
+    """Refuses int8 where no kernel reads such weights."""
+    if getattr(config, setting) != INT8:
         return
-    where = f"quantization {config.quantization}"
-    if config.model_impl == TRANSFORMERS:
-        raise ConfigError(f"{where} is not available with model_impl transformers; drop it.")
-    if config.quantization == "fp8":
-        return
+    where = f"{setting} int8"
     if device.type != "cpu":
         raise ConfigError(f"{where} runs on a CPU, and this is {device}; drop it.")
     reason = library.why_missing()

@@ -90,7 +90,7 @@ class WeightPlacement:
     dtype: torch.dtype
     device: torch.device
     comm: Communicator = SINGLE_RANK
-    # Of linears, when they are prepared: "int8", or "draft", which is that on a CPU only.
+    # Of linears, when they are prepared: "int8", or "draft", which is that where a CPU can.
     quantization: str | None = None
     ep_size: int = 1  # groups of ranks among which experts are divided whole
     # A token's result may depend on its own input alone, not on other tokens: `FixedOrderGemm`.

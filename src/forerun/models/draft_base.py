@@ -229,17 +229,14 @@ Draft = TypeVar("Draft", bound=DraftModel)
 def quantize_draft(draft: Module, quantization: str | None) -> None:
     """Quantizes the plain linears of a loaded draft, before it is prepared.
 
-    `quantization`: the setting `speculative_draft_model_quantization`; None: nothing is done.
+    `quantization`: `DraftContext.quantization`; nothing is done for those that are no formats.
     """
-    if quantization is None:
+    online = ONLINE.get(quantization)
+    if online is None:
         return
     for linear in draft.modules(LinearBase):
         plain = linear.weight
-        if (
-            linear.quantizable
-            and linear.quantized is None
-            and linear.quantize(ONLINE[quantization])
-        ):
+        if linear.quantizable and linear.quantized is None and linear.quantize(online):
             assert linear.quantized is not None
             linear.quantized.quantize_(plain)
 

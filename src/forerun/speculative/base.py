@@ -29,8 +29,10 @@ from forerun.config.model_config import ModelConfig
 from forerun.kernels.speculation.ragged import RaggedRows
 from forerun.kvcache.layouts import ModelLayout
 from forerun.layers.communication import SINGLE_RANK, Communicator, WeightPlacement
-from forerun.layers.gemm import DRAFT
+from forerun.layers.gemm import DRAFT, INT8
 from forerun.platform.device import upload
+
+UNQUANT = "unquant"  # `speculative_draft_model_quantization`: none
 
 
 @dataclass(frozen=True)
@@ -117,11 +119,30 @@ class DraftContext:
     max_positions: int  # positions that a request can reach, `kv_reserve` included
     max_running_requests: int
     comm: Communicator = SINGLE_RANK  # ranks that share the draft's weights
+    keeps_float32: bool = False  # dtype is float32 because that is asked for, or the target's own
+
+    @property
+    def asked_quantization(self) -> str | None:
+        """The setting `speculative_draft_model_quantization`; None: linears stay as they are."""
+        asked = self.config.speculative_draft_model_quantization
+        return None if asked == UNQUANT else asked
+
+    @property
+    def quantization(self) -> str | None:
+        """How the draft's linears are kept: as is asked for, or else in int8 on a CPU.
+
+        The target alone decides what is accepted, and 8 bits are read faster. Where float32 is
+        asked for, the draft has it as well.
+        """
+        if self.config.speculative_draft_model_quantization is not None or self.keeps_float32:
+            return self.asked_quantization
+        return INT8 if self.device.type == "cpu" else None
 
     @property
     def placement(self) -> WeightPlacement:
-        """What a draft model is built with: on a CPU its linears are kept in 8 bits."""
-        return WeightPlacement(self.dtype, self.device, self.comm, quantization=DRAFT)
+        """What a draft model is built with."""
+        quantization = DRAFT if self.quantization == INT8 else None
+        return WeightPlacement(self.dtype, self.device, self.comm, quantization)
 
 
 @dataclass(frozen=True)

@@ -90,14 +90,14 @@ class DFlash(SpeculativeAlgorithm):
             observes_packed=True,
             reads_hidden_states=False,
             draft_summary=draft.describe(),
-            other_row_layout=_other_layout(draft),
+            other_row_layout=_other_layout(draft, block),
         )
 
     def load(self, ctx: DraftContext) -> None:
         folder, config = read_draft(ctx.config)
         block = _block_size(ctx.config, config)
         window = ctx.config.speculative_draft_window_size
-        quantization = ctx.config.speculative_draft_model_quantization
+        quantization = ctx.quantization
         self._draft = load_dflash(
             folder,
             ctx.placement,
@@ -238,9 +238,14 @@ def read_draft(config: EngineConfig) -> tuple[Path, DFlashConfig]:
     return folder, draft.in_layout(LAYOUTS[layout])
 
 
-def _other_layout(draft: DFlashConfig) -> str | None:
-    """The setting that serves a draft in the other row layout; None: its head has one only."""
+def _other_layout(draft: DFlashConfig, block: int) -> str | None:
+    """The setting that serves a draft in the other row layout.
+
+    None: its head has one only, or a block of so few rows drafts nothing in one of them.
+    """
     if draft.head is not None and draft.head.fill_in_only:
+        return None
+    if draft.in_layout(False).drafts_of(block) < 1:
         return None
     return f"--speculative-draft-layout {'fill-in' if draft.sample_from_anchor else 'anchor-first'}"
 

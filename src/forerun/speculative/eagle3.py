@@ -76,7 +76,7 @@ class Eagle3(HiddenStateChain):
             ctx.max_positions,
             ctx.target,
             ctx.config.load_format,
-            ctx.config.speculative_draft_model_quantization,
+            ctx.quantization,
         )
         offsets = self._draft.d2t
         pruned = offsets is not None and bool(offsets.any())

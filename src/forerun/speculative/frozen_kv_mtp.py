@@ -73,7 +73,7 @@ class FrozenKVMTP(SpeculativeAlgorithm):
             ctx.placement,
             ctx.max_positions,
             ctx.config.load_format,
-            ctx.config.speculative_draft_model_quantization,
+            ctx.quantization,
         )
 
     def create_future_map(self, ctx: SlotContext) -> SlotState:

@@ -4,6 +4,8 @@ A score is the number of drafts that are expected to be accepted. An algorithm w
 promises the sum of their running products, one without promises all of its drafts; what it promises
 is multiplied by the share of its earlier promises to the request that were kept. Both are compared
 with what was committed, whichever was proposed. Of equal scores the first algorithm's draft wins.
+Where one of them has confidences, those of the other's drafts are the share of its earlier drafts
+that were accepted, of those that were tested.
 (The hybrid of suffix decoding, arXiv 2411.04975, with a measured instead of a fixed threshold.)
 """
 
@@ -14,6 +16,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from forerun.config.engine_config import EngineConfig
 from forerun.config.model_config import ModelConfig
@@ -48,6 +51,11 @@ class Joined(SpeculativeAlgorithm):
     @classmethod
     def resolve(cls, config: EngineConfig, target: ModelConfig, dtype: torch.dtype) -> SpecCaps:
         first, second = cls._caps(config, target, dtype)
+        if not first.num_drafts or not second.num_drafts:
+            raise ConfigError(
+                f"speculative_algorithm {config.speculative_algorithm}: one of the two drafts"
+                " nothing; name the other one alone."
+            )
         if second.draft_kv is not None or second.target_layers:
             raise ConfigError("Of two algorithms only the first may have a draft model; swap them.")
         if first.makes_trees or second.makes_trees:
@@ -61,6 +69,7 @@ class Joined(SpeculativeAlgorithm):
             needs_host_tokens=first.needs_host_tokens or second.needs_host_tokens,
             reads_hidden_states=first.reads_hidden_states or second.reads_hidden_states,
             deferred_observe=first.deferred_observe and second.deferred_observe,
+            observes_packed=first.observes_packed and second.observes_packed,
         )
 
     @classmethod
@@ -89,9 +98,11 @@ class Joined(SpeculativeAlgorithm):
         shape = (ctx.slots, len(self._joined))
         self._drafts = torch.zeros(*shape, self._num_drafts, dtype=torch.int64, device=ctx.device)
         self._promise = torch.zeros(shape, device=ctx.device)
-        self._made, self._kept = torch.zeros_like(self._promise), torch.zeros_like(self._promise)
+        counts = torch.zeros(3, *shape, device=ctx.device)
+        self._made, self._kept, self._tested = counts  # promises, accepted and tested drafts
         own = {"drafts": self._drafts, "promise": self._promise}
-        return SlotState({**tensors, **own, "made": self._made, "kept": self._kept})
+        counted = {"made": self._made, "kept": self._kept, "tested": self._tested}
+        return SlotState({**tensors, **own, **counted})
 
     def supports_target_verify_for_draft(self) -> bool:
         return all(each.supports_target_verify_for_draft() for each in self._joined)
@@ -102,26 +113,34 @@ class Joined(SpeculativeAlgorithm):
             self._drafted(each, caps, step)
             for each, caps in zip(self._joined, self._caps_of, strict=True)
         ]
-        tokens = torch.stack([each[0] for each in found], 1)  # [B, 2, K]
-        promise = torch.stack([each[1] for each in found], 1)  # [B, 2]
+        tokens = torch.stack([each.tokens for each in found], 1)  # [B, 2, K]
+        promise = torch.stack([_promised(each) for each in found], 1)  # [B, 2]
         self._drafts[slots, :, :count] = tokens
         self._promise[slots] = promise
         # A request begins as if one whole draft had been promised and half of it kept.
         score = promise * (self._kept[slots] + count / 2) / (self._made[slots] + count)
         better = (score[:, 1] > score[:, 0]).unsqueeze(1)
-        return Draft(torch.where(better, tokens[:, 1], tokens[:, 0]))
+        chosen = torch.where(better, tokens[:, 1], tokens[:, 0])
+        if all(each.confidence is None for each in found):
+            return Draft(chosen)
+        rate = ((self._kept[slots] + 0.5) / (self._tested[slots] + 1)).unbind(1)
+        known = [
+            (each.tokens != NO_TOKEN) * rate[i].unsqueeze(1)
+            if each.confidence is None
+            else each.confidence
+            for i, each in enumerate(found)
+        ]
+        return Draft(chosen, confidence=torch.where(better, known[1], known[0]))
 
-    def _drafted(
-        self, part: SpeculativeAlgorithm, caps: SpecCaps, step: ProposeInput
-    ) -> tuple[Tensor, Tensor]:
-        """Tokens [B, K], NO_TOKEN where the part has none, and what it promises [B]."""
+    def _drafted(self, part: SpeculativeAlgorithm, caps: SpecCaps, step: ProposeInput) -> Draft:
+        """K drafts of a part: NO_TOKEN, which has confidence 0, where it makes fewer."""
         own = _narrowed(step, caps)
-        draft, width = part.propose(own), own.num_verify_tokens
-        tokens = draft.tokens.new_full((len(step.slots), step.num_verify_tokens - 1), NO_TOKEN)
-        tokens[:, : width - 1] = draft.tokens
-        if draft.confidence is None:
-            return tokens, torch.full_like(tokens[:, 0], width - 1, dtype=torch.float32)
-        return tokens, draft.confidence.cumprod(1).sum(1)
+        draft = part.propose(own)
+        more = step.num_verify_tokens - own.num_verify_tokens
+        confidence = draft.confidence
+        if confidence is not None:
+            confidence = pad(confidence, (0, more))
+        return Draft(pad(draft.tokens, (0, more), value=NO_TOKEN), confidence=confidence)
 
     def propose_row_layouts(self, step: ProposeInput) -> Tensor:
         """Those of the first algorithm, the one with a draft model."""
@@ -139,12 +158,20 @@ class Joined(SpeculativeAlgorithm):
         offsets = torch.arange(width - 1, device=slots.device)
         following = step.next_ids if step.rows is None else step.rows.unpack(step.next_ids)
         committed = following.view(len(slots), 1, width)[:, :, :-1]
-        right = (self._drafts[slots, :, : width - 1] == committed) & (
-            offsets < step.num_committed.view(-1, 1, 1)
-        )
-        kept = right.cumprod(2).sum(2)
+        drafts = self._drafts[slots, :, : width - 1]
+        known = step.num_committed.view(-1, 1, 1)
+        kept = ((drafts == committed) & (offsets < known)).cumprod(2).sum(2)
+        tested = torch.minimum(((drafts != NO_TOKEN) & (offsets < known)).sum(2), kept + 1)
         self._kept[slots] = self._kept[slots] * FADES + kept
+        self._tested[slots] = self._tested[slots] * FADES + tested
         self._made[slots] = self._made[slots] * FADES + self._promise[slots]
+
+
+def _promised(draft: Draft) -> Tensor:
+    """[B] float32: how many of its drafts an algorithm expects to be accepted."""
+    if draft.confidence is None:
+        return (draft.tokens != NO_TOKEN).sum(1, dtype=torch.float32)
+    return draft.confidence.cumprod(1).sum(1)
 
 
 def _narrowed(step: ProposeInput, caps: SpecCaps) -> ProposeInput:

@@ -69,7 +69,7 @@ class NextN(HiddenStateChain):
             ctx.placement,
             ctx.max_positions,
             ctx.config.load_format,
-            ctx.config.speculative_draft_model_quantization,
+            ctx.quantization,
         )
         modules = [_SharedEnds(draft, i, ctx.target) for i in range(config.count)]
         tree = BeamTree.of(ctx.config, ctx.caps)

@@ -50,7 +50,7 @@ class Ngram(SpeculativeAlgorithm):
             raise ConfigError(
                 "This algorithm drafts from the text itself; drop speculative_draft_model_path."
             )
-        return SpecCaps(num_drafts=width - 1, flexible=True, kv_reserve=width)
+        return SpecCaps(num_drafts=width - 1, flexible=True, kv_reserve=width, observes_packed=True)
 
     def load(self, ctx: DraftContext) -> None:
         self._min, self._max = _matches(ctx.config)

@@ -76,6 +76,11 @@ class Registry:
         """See `get_algorithm`."""
         first, comma, second = (name or "").partition(",")
         if comma:
+            if not first.strip() or not second.strip():
+                raise ConfigError(
+                    f"speculative_algorithm {name!r} names one algorithm and a comma; write A, or"
+                    " A,B for two together."
+                )
             return join(self.get(first.strip()), self.get(second.strip()))
         key = (name or "NONE").upper()
         key = ALIASES.get(key, key)

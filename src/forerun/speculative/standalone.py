@@ -88,7 +88,7 @@ class Standalone(SpeculativeAlgorithm):
 
     def load(self, ctx: DraftContext) -> None:
         folder, config = _read(ctx.config)
-        quantization = ctx.config.speculative_draft_model_quantization
+        quantization = ctx.asked_quantization
         place = WeightPlacement(ctx.dtype, ctx.device, ctx.comm, quantization, allocate=False)
         self._draft = load_target_at(place, folder, ctx.config.load_format, ctx.max_positions)
         self._clamps_ids = config.vocab_size < ctx.target.config.vocab_size

@@ -100,6 +100,7 @@ class Suffix(SpeculativeAlgorithm):
             kv_reserve=width,
             reads_hidden_states=False,
             deferred_observe=True,
+            observes_packed=True,
         )
 
     def load(self, ctx: DraftContext) -> None:
