@@ -5,12 +5,16 @@ Grammars are over the bundled tokenizer, whose first tokens stand for those of t
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from functools import cache
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from forerun import SamplingParams
 from forerun.config.engine_config import EngineConfig
@@ -19,11 +23,14 @@ from forerun.core.request import Request
 from forerun.engine.engine import Engine
 from forerun.executor.build import build_executor
 from forerun.llm.bundled import bundled
+from forerun.models.dflash_config import load_dflash_config
+from forerun.models.heads.base import BodySizes
 from forerun.speculative.registry import all_options
 from tests.covering import some_of
 from tests.engine.test_golden_heads import HEADS, NAMES, QUICK, cases, pair
 from tests.engine_runs import run_together
 from tests.golden_engine import golden_llm
+from tests.models.support import CPU_F32
 from tests.thread_ranks import ThreadRanksExecutor
 
 pytest.importorskip("xgrammar")
@@ -40,7 +47,38 @@ HELD: list[dict[str, Any]] = [
     {"temperature": 0.9, "sampling_seed": 4},
 ]
 NEW = 16
+# Heads without a reference pair: random ones over the body of such a pair.
+RANDOM: dict[str, dict[str, Any]] = {
+    "lilicorr": {
+        "lilicorr_candidate_topk": 4, "lilicorr_hidden_size": 8, "lilicorr_num_layers": 2,
+        "lilicorr_num_heads": 2, "lilicorr_mlp_ratio": 2.0, "lilicorr_factor_dim": 4,
+        "lilicorr_vector_eps": 1e-6, "lilicorr_logit_scale": 10.0,
+    },
+    "xpress": {"xpress_rank": 8, "xpress_mlp_ratio": 2, "num_jacobi_passes": 3},
+}  # fmt: skip
+BODY = "causal-zlab-full-b8"
+ALL = [*NAMES, *RANDOM]
 Output = tuple[list[int], list[float]]  # ids and their log-probabilities
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The draft of every name."""
+    made = {name: tmp_path_factory.mktemp(name) for name in RANDOM}
+    for name, folder in made.items():
+        config = json.loads((HEADS / BODY / "config.json").read_text())
+        config["dflash_config"] |= RANDOM[name]
+        (folder / "config.json").write_text(json.dumps(config))
+        head = load_dflash_config(folder).head
+        assert head is not None
+        sizes = BodySizes(config["hidden_size"], 512, 512, config["block_size"], 1e-6)
+        weights = head.build(sizes, CPU_F32, {}).weights()
+        draw = torch.Generator().manual_seed(0)
+        for weight in weights.values():
+            weight.normal_(0, 0.1, generator=draw)
+        body = load_file(HEADS / BODY / "model.safetensors")
+        save_file({**body, **weights}, folder / "model.safetensors")
+    return {name: HEADS / name for name in NAMES} | made
 
 
 @cache
@@ -89,7 +127,7 @@ def hold(got: list[Output], grammars: bool, logprobs: bool) -> None:
 @pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
 @pytest.mark.parametrize("chunk", [4, 512])
 @pytest.mark.parametrize("page_size", [1, 16, 256])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALL)
 def test_output_equals_plain_decoding(
     name: str,
     page_size: int,
@@ -98,10 +136,11 @@ def test_output_equals_plain_decoding(
     preempts: bool,
     grammars: bool,
     logprobs: bool,
+    folders: dict[str, Path],
 ) -> None:
     """Greedy and sampled requests in one batch, the second time with hits of the prefix cache."""
     settings = {"page_size": page_size, "chunked_prefill_size": chunk}
-    with pair(HEADS / name, overlap_depth=overlap_depth, **settings, **TOKENIZER) as llm:
+    with pair(folders[name], overlap_depth=overlap_depth, **settings, **TOKENIZER) as llm:
         for warm in (False, True):
             made = requests(llm.engine, grammars, logprobs)
             run_together(llm.engine, made, preempts)
