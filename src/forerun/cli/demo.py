@@ -35,7 +35,7 @@ from forerun.kernels.cpu import library
 from forerun.layers.gemm import INT8
 from forerun.llm.bundled import REAL_TARGET, real_draft
 from forerun.platform.device import resolve_device
-from forerun.speculative.registry import Algorithm, get_algorithm
+from forerun.speculative.registry import get_algorithm
 
 WORD_PROMPTS, PYTHON_PROMPTS = 5, 3
 # Settings of engines that are loaded at once and serve one request at a time.
@@ -90,9 +90,7 @@ def demo(
     models = choose(
         model_path, speculative_draft_model_path, algorithm.upper() if algorithm else None
     )
-    # Refuses an unknown name before anything is loaded.
-    rounded = rounded_draft(get_algorithm(models.algorithm), device)
-    models = replace(models, draft={**models.draft, **rounded})
+    models = with_rounded_draft(models, device)
     asked: dict[str, Any] = {"temperature": temperature, "seed": seed, "repetitions": repetitions}
     params = SamplingParams(
         temperature=temperature, sampling_seed=seed, max_new_tokens=max_new_tokens
@@ -152,12 +150,16 @@ def real_models(model_path: str | None, draft: str | None, algorithm: str | None
     )
 
 
-def rounded_draft(algorithm: Algorithm, device: str) -> dict[str, Any]:
-    """On a CPU, the draft in 8 bits whatever the dtype: only the target must not be rounded."""
-    on_cpu = resolve_device(device).type == "cpu" and library.why_missing() is None
-    if not (on_cpu and algorithm.quantizes_draft):
-        return {}
-    return {"speculative_draft_model_quantization": INT8}
+def with_rounded_draft(models: Models, device: str) -> Models:
+    """The same, on a CPU with the draft in 8 bits: only the target must not be rounded.
+
+    Raises:
+        ConfigError: there is no such algorithm.
+    """
+    rounds = get_algorithm(models.algorithm).quantizes_draft
+    if not rounds or resolve_device(device).type != "cpu" or library.why_missing() is not None:
+        return models
+    return replace(models, draft={**models.draft, "speculative_draft_model_quantization": INT8})
 
 
 def loaded(models: Models, common: Mapping[str, Any]) -> tuple[LLM, LLM]:

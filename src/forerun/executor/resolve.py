@@ -103,11 +103,8 @@ def resolve(
     if config.model_impl == TRANSFORMERS:
         config = _with_transformers(config, model_path)
     _check_quantization(config, device)
-    _check_int8("speculative_draft_model_quantization", config, device)
     target = target_config(model_path, config.model_impl)
-    codes = keeps_codes(model_path, device)
-    dtype = resolve_dtype(config.dtype, _stored_dtype(config, target, codes), device)
-    asked = target.dtype if config.dtype == "auto" and not codes else config.dtype
+    dtype, keeps_float32 = _dtype(config, model_path, target, device)
     kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, dtype)
     draft_kv_dtype = resolve_kv_dtype(
         config.speculative_draft_kv_cache_dtype or config.kv_cache_dtype, dtype
@@ -148,7 +145,7 @@ def resolve(
         fixed_order,
         threads,
         ragged,
-        asked == "float32",
+        keeps_float32,
     )
 
 
@@ -174,10 +171,16 @@ def _with_transformers(config: EngineConfig, model_path: Path) -> EngineConfig:
     return replace(config, disable_cuda_graph=True)
 
 
-def _stored_dtype(config: EngineConfig, target: ModelConfig, codes: bool) -> str:
-    """The dtype that `auto` follows: float32 for codes that are computed with in float32."""
+def _dtype(
+    config: EngineConfig, folder: Path, target: ModelConfig, device: torch.device
+) -> tuple[torch.dtype, bool]:
+    """The dtype, and whether float32 is asked for, by the setting or the target's own files."""
+    codes = keeps_codes(folder, device)
     native = config.model_impl != TRANSFORMERS and config.tp_size == 1
-    return "float32" if native and codes else target.dtype
+    # `auto` follows what is stored: float32 for codes that are computed with in float32.
+    stored = "float32" if native and codes else target.dtype
+    asked = target.dtype if config.dtype == "auto" and not codes else config.dtype
+    return resolve_dtype(config.dtype, stored, device), asked == "float32"
 
 
 def _check_quantization(config: EngineConfig, device: torch.device) -> None:
@@ -187,7 +190,8 @@ def _check_quantization(config: EngineConfig, device: torch.device) -> None:
             f"quantization {config.quantization} is not available with model_impl transformers;"
             " drop it."
         )
-    _check_int8("quantization", config, device)
+    for setting in ("quantization", "speculative_draft_model_quantization"):
+        _check_int8(setting, config, device)
 
 
 def _check_int8(setting: str, config: EngineConfig, device: torch.device) -> None:

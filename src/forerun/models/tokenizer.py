@@ -29,6 +29,20 @@ PROBES = (
 )  # fmt: skip
 
 
+def stored_vocabulary(file: Path) -> dict[str, int]:
+    """The ids of a `tokenizer.json`, added tokens included.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    from tokenizers import Tokenizer
+
+    try:
+        return dict(Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True))
+    except Exception as error:  # noqa: BLE001  the library raises no class of its own
+        raise ConfigError(f"{file} is no tokenizer: {first_line(error)}.") from None
+
+
 def load_tokenizer(folder: Path, advice: str = "Download it again.") -> Any:
     """The tokenizer of a model folder, which any thread may use.
 

@@ -37,6 +37,7 @@ from forerun.speculative.base import (
     SpecCaps,
     SpeculativeAlgorithm,
 )
+from forerun.speculative.same_tokens import check_same_tokens
 from forerun.speculative.sharding import rank_layout
 
 log = logging.getLogger("forerun")
@@ -67,6 +68,7 @@ class DFlash(SpeculativeAlgorithm):
     def resolve(cls, config: EngineConfig, target: ModelConfig, dtype: torch.dtype) -> SpecCaps:
         folder, draft = read_draft(config)
         _check_fit(folder, draft, target)
+        check_same_tokens(config, folder)
         _mask_token(config, draft, target)
         block = _block_size(config, draft)
         window = config.speculative_draft_window_size

@@ -32,6 +32,7 @@ from forerun.speculative.chain import (
     check_match,
     resolve_num_drafts,
 )
+from forerun.speculative.same_tokens import check_same_tokens
 from forerun.speculative.sharding import rank_layout
 
 log = logging.getLogger("forerun")
@@ -50,6 +51,7 @@ class Eagle3(HiddenStateChain):
         drafts = resolve_num_drafts(config, default_steps(folder, draft), trees=True)
         check_match(folder, "target hidden size", draft.target_hidden_size, target.hidden_size)
         check_match(folder, "vocabulary", draft.vocab_size, target.vocab_size)
+        check_same_tokens(config, folder)
         caps = SpecCaps(
             num_drafts=drafts,
             flexible=True,
