@@ -18,7 +18,9 @@ from safetensors.torch import load_file, save_file
 
 from forerun.core.errors import ConfigError
 from forerun.doctor.draft import explain_draft
+from forerun.models.nextn import load_nextn_config
 from forerun.speculative.registry import BUILT_IN
+from forerun.speculative.standalone import read_standalone
 from tests import chain_models as models
 from tests.golden_engine import GOLDEN
 
@@ -148,6 +150,33 @@ def test_an_eagle3_head_under_another_name(tmp_path: Path) -> None:
     path.write_text(json.dumps(config))
     found = explain_draft(tmp_path)
     assert (found["kind"], found["keys_not_read"]) == ("EAGLE-3 head", ["tap"])
+
+
+def test_keys_of_a_block_draft_that_are_not_read(tmp_path: Path) -> None:
+    """None of published files, and all that a body does not compute."""
+    for folder in HEADS.glob("*-b?"):
+        assert explain_draft(folder)["keys_not_read"] == []
+    config = json.loads((HEADS / "causal-zlab-full-b8" / "config.json").read_text())
+    added = {"hyper_gate": True, "num_experts": 8, "attention_multiplier": 0.5}
+    (tmp_path / "config.json").write_text(json.dumps(config | added | {"num_heads": None}))
+    assert explain_draft(tmp_path)["keys_not_read"] == sorted(added)
+    config = json.loads((HEADS / "dspark-speculators-b5" / "config.json").read_text())
+    config["transformer_layer_config"]["num_experts"] = 8
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert explain_draft(tmp_path)["keys_not_read"] == ["transformer_layer_config.num_experts"]
+
+
+def test_speculators_types(tmp_path: Path) -> None:
+    """One that nothing serves, and one that is no model of its own."""
+    config = json.loads((HEADS / "dspark-speculators-b5" / "config.json").read_text())
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**config, "speculators_model_type": "dflash3"}))
+    with pytest.raises(ConfigError, match=r"'dflash3' is not known.*'dflash'.*Known: .*dspark"):
+        explain_draft(tmp_path)
+    path.write_text(json.dumps(config))
+    for read in (read_standalone, load_nextn_config):
+        with pytest.raises(ConfigError, match="'dspark' draft; set speculative_algorithm DFLASH"):
+            read(tmp_path)
 
 
 def test_what_is_no_draft(tmp_path: Path) -> None:

@@ -340,6 +340,15 @@ READ: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({**DSPARK_BODY, "sample_from_anchor": False}, {"sample_from_anchor": False}),
     (zlab(eagle_aux_hidden_state_layer_ids=[2, 5]), {"target_layer_ids": (1, 4)}),
     (zlab(projector_type="dflash", shift_label=False, conv_kernel_size=None), {"causal": NONE}),
+    (zlab(attention_mode="mha", has_embed_tokens=True, has_lm_head=False), {"causal": NONE}),
+    # DFlash2's layers see all of their block, whoever wrote the file.
+    (zlab(SLIDING_ZLAB, conv_kernel_size=2, conv_group_size=8), {"causal": NONE}),
+    (zlab(SLIDING_ZLAB, selector_rank=16, selector_top_k=8), {"causal": NONE}),
+    (
+        zlab(SLIDING_ZLAB, selector_rank=16, selector_top_k=8, sliding_window_non_causal=False),
+        {"causal": SLIDING_CAUSAL},
+    ),
+    ({**SLIDING_SPECULATORS, "speculators_model_type": "dflash2"}, {"causal": NONE}),
 ]
 
 
@@ -365,6 +374,7 @@ LATTICE = {
     "lilicorr_vector_eps": 1e-6,
     "lilicorr_logit_scale": 10.0,
 }
+SPECFORGE_DOMINO = {**ZLAB, "architectures": ["DominoDraftModel"]}
 SPECULATORS_2 = {**SPECULATORS, "speculators_model_type": "dflash2"}
 XPRESS = {**SPECULATORS, "speculators_model_type": "xpress"}
 CONVOLUTIONS = {"conv_kernel_size": 2, "conv_group_size": 8}
@@ -375,7 +385,7 @@ WITH_HEADS: list[tuple[dict[str, Any], str, str]] = [
     ({**DSPARK_BODY, **CONFIDENT}, "rank 8, confidence head", "anchor-first"),
     (zlab(projector_type="dspark", **MARKOV), r"gated Markov, rank 24\)", "anchor-first"),
     (zlab(projector_type="dspark", shift_label=True, **MARKOV), "gated", "anchor-first"),
-    (zlab(sample_from_anchor=False, **MARKOV), "gated", "fill-in"),
+    (zlab(sample_from_anchor=False, **MARKOV, num_anchors=512), "gated", "fill-in"),
     ({**ZLAB, "dspark_config": MARKOV}, "gated", "anchor-first"),
     (
         {**SPECULATORS, "speculators_model_type": "dspark"},
@@ -386,8 +396,9 @@ WITH_HEADS: list[tuple[dict[str, Any], str, str]] = [
     ({**ZLAB, "architectures": ["MiniMaxDFlash2DraftModel"], **SELECTOR}, "convol", "fill-in"),
     (SPECULATORS_2, "best 16, rank 256.*convolutions", "fill-in"),
     (zlab(**CONVOLUTIONS), "^no head.*convolutions", "fill-in"),
-    (zlab(**GRU, shift_label=True), "GRU of 32, first 0", "anchor-first"),
-    (zlab(**GRU, pure_draft_prefix_len=1), "GRU of 32, first 1", "fill-in"),
+    (zlab(**GRU, shift_label=True), "GRU of 32, first 1", "anchor-first"),
+    (zlab(**GRU, pure_draft_prefix_len=2), "GRU of 32, first 2", "fill-in"),
+    (zlab(SPECFORGE_DOMINO, **GRU), "GRU of 32, first 0", "fill-in"),
     ({**ZLAB, "architectures": ["LiLiCorrDraftModel"], **LATTICE}, "LiLiCorr head", "fill-in"),
     (zlab(**LATTICE, **CONVOLUTIONS), "LiLiCorr.*convolutions", "fill-in"),
     (XPRESS, "rank 256, 6 Jacobi passes", "fill-in"),
@@ -410,6 +421,59 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (zlab(**MARKOV, **SELECTOR), "signs of several heads: DSpark .* and DFlash2"),
     ({**ZLAB, "architectures": ["DFlash2DraftModel"]}, "both selector_rank and selector_top_k"),
     (zlab(selector_rank=16, selector_top_k=8, sample_from_anchor=True), "fill-in layout only"),
+    (
+        zlab(**SELECTOR, sample_from_anchor=True),
+        "^config: sample_from_anchor is true, but a DFlash2 draft .*fill-in.* Set it to false",
+    ),
+    (zlab(**SELECTOR, shift_label=True), "^config: shift_label is true"),
+    (
+        zlab(**{**SELECTOR, "selector_top_k": VOCAB + 1}),
+        "config: selector_top_k 97 is over .* of 96",
+    ),
+    (
+        {**DSPARK_BODY, **CONFIDENT, "dspark_draft_topk": 97},
+        "dspark_draft_topk 97 is over .* of 96",
+    ),
+    (
+        {**DSPARK_BODY, **CONFIDENT, "dspark_draft_topk": 33, "draft_vocab_size": 32},
+        "dspark_draft_topk 33 is over the draft's vocabulary of 32",
+    ),
+    (zlab(**{**LATTICE, "lilicorr_num_heads": 3}), "^config: lilicorr_hidden_size 32 is not a mul"),
+    (zlab(**LATTICE, draft_vocab_size=32), "^config: a LiLiCorr head has no pruned vocabulary"),
+    (zlab(**SELECTOR, draft_vocab_size=32), "^config: a DFlash2 head has no pruned vocabulary"),
+    (zlab(**SELECTOR, transformer_layer_config=1), "dflash_config has the unknown 'transformer_la"),
+    (zlab(**MARKOV, num_anchors=0), "num_anchors is 0, expected int >= 1"),
+    (zlab(**MARKOV, markov_gate_bias=True), "dflash_config has the unknown 'markov_gate_bias'"),
+    (zlab(**LATTICE, lilicorr_foo=1), "dflash_config has the unknown 'lilicorr_foo'"),
+    ({**DSPARK_BODY, **CONFIDENT, "markov_foo": 0}, "^config: it has the unknown 'markov_foo'"),
+    (
+        {**zlab(**MARKOV), "markov_rank": 8},
+        "markov_rank is 8 at the top and 24 in dflash_config",
+    ),
+    ({**zlab(**MARKOV), "markov_head_type": "rnn"}, "markov_head_type is 'rnn' at the top and"),
+    ({**zlab(**SELECTOR), "selector_top_k": 9}, "selector_top_k is 9 at the top and 8 in"),
+    (
+        {**XPRESS, "num_jacobi_passes": 4, "xpress_num_passes": 5},
+        "num_jacobi_passes 4 and xpress_num_passes 5 say the same and disagree",
+    ),
+    (
+        zlab(**MARKOV, enable_confidence_head=True, use_confidence_head=False),
+        "enable_confidence_head True and use_confidence_head False say the same",
+    ),
+    ({**zlab(**GRU), "architectures": None}, "lacks pure_draft_prefix_len, whose default differs"),
+    (
+        {**DSPARK_BODY, **CONFIDENT, "architectures": ["Gemma4DSparkModel"]},
+        r"the Gemma 4 body of DSpark \(Gemma4DSparkModel\) is not supported",
+    ),
+    (
+        {
+            **DSPARK_BODY,
+            "architectures": ["Gemma4DSparkModel"],
+            "final_logit_softcapping": 30.0,
+            "hidden_activation": "gelu_pytorch_tanh",
+        },
+        "the Gemma 4 body of DSpark",
+    ),
     (zlab(conv_kernel_size=2), "both conv_kernel_size and conv_group_size"),
     (zlab(conv_kernel_size=2, conv_group_size=7), "does not divide the hidden size"),
     (zlab(projector_type="domino", shift_label=True), "lacks gru_hidden_dim, emb_dim"),
@@ -469,6 +533,57 @@ def test_other_names_of_the_bodys_tensors(tmp_path: Path) -> None:
     other = load_dflash(write(tmp_path / "other", config, renamed), CPU_F32, 64, ABSENT)
     for name, view in plain.weights().items():
         assert torch.equal(view, other.weights()[name])
+
+
+def dspark(folder: Path, names: str, **keys: Any) -> Path:
+    """A draft whose head has these tensors, named as by a writer; `{}` stands for the part."""
+    config = zlab(markov_rank=4, markov_head_type="vanilla", **keys)
+    shapes = {"markov_w1.weight": (VOCAB, 4), "markov_w2.weight": (VOCAB, 4)}
+    head = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    proj = {"weight": torch.zeros(1, HIDDEN), "bias": torch.zeros(1)}
+    head |= {f"{names}.{name}": tensor for name, tensor in proj.items()}
+    return write(folder, config, random_weights() | head)
+
+
+@pytest.mark.parametrize("names", ["confidence_head.proj", "logit_head.confidence_proj"])
+def test_a_confidence_head_that_only_the_tensors_show(tmp_path: Path, names: str) -> None:
+    """As in SGLang; where the config says that there is none, its tensors are too many."""
+    folder = dspark(tmp_path / "on", names)
+    assert "confidence head" in load_dflash_config(folder).describe()
+    assert "confidence_head.proj.bias" in load_dflash(folder, CPU_F32, 64, ABSENT).weights()
+    folder = dspark(tmp_path / "off", names, enable_confidence_head=False)
+    assert "confidence head" not in load_dflash_config(folder).describe()
+    with pytest.raises(ConfigError, match=r"holds 2 tensors: confidence_head\.proj"):
+        load_dflash(folder, CPU_F32, 64, ABSENT)
+
+
+@pytest.mark.parametrize("shape", [(HIDDEN,), (1, HIDDEN)])
+def test_an_embedding_of_the_masks(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    own = torch.arange(HIDDEN, dtype=torch.float32)
+    weights = random_weights() | {"mask_embedding": own.view(shape)}
+    table = torch.randn(VOCAB, HIDDEN)
+    draft = load_dflash(write(tmp_path, ZLAB, weights), CPU_F32, 64, vocab_of(table))
+    block = draft.embed_block(torch.tensor([[3, 95, 95], [5, 95, 95]]))
+    assert torch.equal(block, torch.stack([table[3], own, own, table[5], own, own]))
+
+
+def test_a_pickled_embedding_is_refused_with_the_way_to_convert_it(tmp_path: Path) -> None:
+    folder = write(tmp_path, ZLAB, random_weights())
+    (folder / "mask_embedding.pt").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"model\.safetensors .* as mask_embedding, and"):
+        load_dflash(folder, CPU_F32, 64, ABSENT)
+
+
+def test_codebooks_named_as_weights(tmp_path: Path) -> None:
+    """DFlash2's, as z-lab's own class calls them."""
+    books = ("predecessor_codebook", "successor_codebook")
+    head = {f"candidate_selector.{name}.weight": torch.randn(VOCAB, 4) for name in books}
+    head["candidate_selector.hidden_projection.weight"] = torch.randn(4, HIDDEN)
+    config = zlab(selector_rank=4, selector_top_k=8)
+    draft = load_dflash(write(tmp_path, config, random_weights() | head), CPU_F32, 64, ABSENT)
+    for name in books:
+        read = draft.weights()[f"candidate_selector.{name}"]
+        assert torch.equal(read, head[f"candidate_selector.{name}.weight"])
 
 
 def pruned(folder: Path) -> tuple[Path, dict[str, Tensor]]:
@@ -550,6 +665,11 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "value scale": (zlab(attention_value_scale="half"), "attention_value_scale is 'half'"),
     "swa": (zlab(use_swa=True), r"no sliding_window \(swa_window_size\)"),
     "inner": ({**ZLAB, "dflash_config": [1]}, "dflash_config is"),
+    "activation": ({**ZLAB, "hidden_act": "gelu"}, "config.json: hidden_act 'gelu' is not supp"),
+    "partial rotary": (
+        {**ZLAB, "partial_rotary_factor": 0.5},
+        "config.json: partial_rotary_factor 0.5 is not supported",
+    ),
     "no mask": (without(dflash_config={**INNER_ZLAB, "mask_token_id": None}), "no mask token"),
     "no layers": (
         without(dflash_config={"block_size": 4, "mask_token_id": 1}),

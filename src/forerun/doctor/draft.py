@@ -12,7 +12,7 @@ from forerun.config.json_files import read_json
 from forerun.core.errors import ConfigError, OtherDraftError
 from forerun.layers.communication import WeightPlacement
 from forerun.models.dflash import check_dflash_files
-from forerun.models.dflash_config import load_dflash_config
+from forerun.models.dflash_config import keys_not_read, load_dflash_config
 from forerun.models.eagle3 import check_eagle3_files
 from forerun.models.eagle3_config import Eagle3Config, Eagle3Keys, load_eagle3_config
 from forerun.models.gemma4_assistant import check_assistant_files, load_assistant_config
@@ -58,6 +58,7 @@ def _dflash(folder: Path) -> dict[str, Any]:
         "mask_token": config.mask_token_id if config.mask_token is None else config.mask_token,
         "vocab_size": config.vocab_size,
         "draft_vocab_size": config.draft_vocab_size,
+        "keys_not_read": keys_not_read(read_json(folder / "config.json")),
         "weights": _weights(folder, lambda: check_dflash_files(folder)),
     }
 

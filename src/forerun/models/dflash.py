@@ -31,6 +31,7 @@ from forerun.models.block_convolution import BlockConvolution, ConvolutionConfig
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.decoder_layer import SinkAttention
 from forerun.models.dflash_config import DFlashConfig, load_dflash_config
+from forerun.models.dflash_tensors import named_tensors
 from forerun.models.draft_base import (
     DraftModel,
     DraftVocab,
@@ -41,17 +42,11 @@ from forerun.models.draft_base import (
     read_draft,
 )
 from forerun.models.dummy_weights import DUMMY_FORMATS
-from forerun.models.heads.base import BodySizes, HeadConfig
+from forerun.models.heads.base import HeadConfig
 from forerun.models.heads.plain import PlainHead
 from forerun.models.heads.registry import refuse_other_tensors
 from forerun.models.qwen3 import Qwen3Attention, Qwen3DecoderLayer
 
-# Other writers' names for parts of the body, by how they begin; first `model.` is dropped.
-ALIASES = {
-    "midlayer.": "layers.0.",
-    "encoder.fc.": "fc.",
-    "encoder.output_norm_enc.": "hidden_norm.",
-}
 MASK_EMBEDDING = "mask_embedding"
 
 
@@ -157,10 +152,14 @@ class DFlashDraft(DraftModel):
         ]
         self.norm = FinalRMSNorm(model.hidden_size, eps, place)
         self.rope = Rope(model.rope, model.head_dim, max_positions, place.dtype, place.device)
-        self.mask_embedding = place.empty(model.hidden_size) if MASK_EMBEDDING in own else None
-        body = BodySizes(model.hidden_size, *sizes[:2], config.block_size, eps)
-        head = config.head
-        self.head = PlainHead() if head is None else head.build(body, place, serving.options)
+        self.mask_embedding: Tensor | None = None
+        if MASK_EMBEDDING in own:  # files have [H] or [1, H]
+            self.mask_embedding = place.empty(1, 1, model.hidden_size)
+        self.head = (
+            PlainHead()
+            if config.head is None
+            else config.head.build(config.body_sizes, place, serving.options)
+        )
         # Context K/V is made of rows of the projections, and heads read weights themselves.
         for linear in (*self.modules(QKVLinear), *self.head.modules(LinearBase)):
             linear.quantizable = False
@@ -326,18 +325,18 @@ def _stored(
 
 
 def _named_tensors(folder: Path, head: HeadConfig | None) -> Checkpoint:
-    """The folder's tensors under the names of the parts.
+    """The folder's tensors, if the draft has them all.
 
     Raises:
         ConfigError: there is more than the config describes, which would be left out.
     """
-    checkpoint = Checkpoint(folder)
-    checkpoint.rename({"model.": "", "logit_head.": ""})  # early heads have the latter
-    checkpoint.rename(ALIASES | ({} if head is None else dict(head.files.aliases)))
+    checkpoint = named_tensors(folder, head)
     refuse_other_tensors(checkpoint.headers, head, str(folder))
     if (folder / f"{MASK_EMBEDDING}.pt").exists():
         raise ConfigError(
-            f"{folder}: {MASK_EMBEDDING}.pt is a pickle, which can run code when it is read. Store"
-            f" it in model.safetensors as {MASK_EMBEDDING}."
+            f"{folder}: {MASK_EMBEDDING}.pt is a pickle, which can run code when it is read. Load"
+            " it with torch.load(..., weights_only=True), add it to the tensors of"
+            " model.safetensors (load_file, save_file of safetensors.torch) as"
+            f" {MASK_EMBEDDING}, and remove the .pt file."
         )
     return checkpoint

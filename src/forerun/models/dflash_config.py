@@ -15,20 +15,27 @@ from forerun.core.errors import ConfigError, OtherDraftError, shown
 from forerun.models.block_convolution import ConvolutionConfig
 from forerun.models.dflash_keys import (
     ARCHITECTURES,
-    CONVOLVED,
+    BODY,
     FOLDERS,
+    HARMLESS,
     ONLY,
+    UNSUPPORTED,
     DFlashKeys,
     OuterKeys,
 )
+from forerun.models.dflash_tensors import named_tensors
 from forerun.models.draft_base import DraftConfig, draft_config_file
-from forerun.models.heads.base import HeadConfig
+from forerun.models.heads.base import BodySizes, HeadConfig, agreed
 from forerun.models.heads.registry import (
-    is_head_key,
-    is_headless,
+    HEAD_KEYS,
+    SPECULATORS,
+    looks_like_head_key,
+    named_head,
     predicts_from_anchor,
     read_head,
 )
+
+KNOWN = {*DFlashKeys.__struct_fields__, *ONLY, *HEAD_KEYS, "projector_type"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +62,13 @@ class DFlashConfig(DraftConfig):
     def num_drafts(self) -> int:
         """K: tokens that a full block proposes."""
         return self.drafts_of(self.block_size)
+
+    @property
+    def body_sizes(self) -> BodySizes:
+        """What its head is built for."""
+        model = self.model
+        vocab = model.vocab_size, self.draft_vocab_size
+        return BodySizes(model.hidden_size, *vocab, self.block_size, model.rms_norm_eps)
 
     def in_layout(self, from_anchor: bool) -> DFlashConfig:
         """The same draft, served in a layout that a user has chosen.
@@ -114,19 +128,24 @@ class DFlashConfig(DraftConfig):
 
 
 def load_dflash_config(folder: Path) -> DFlashConfig:
-    """Reads a draft's `config.json`, of either format.
+    """Reads a draft's `config.json`, of either format, and the names of its tensors, if any.
 
     Raises:
         ConfigError: not a DFlash draft, or a field missing or out of range.
     """
     path = draft_config_file(folder)
-    return parse_dflash_config(read_json(path), where=str(path))
+    config = parse_dflash_config(read_json(path), where=str(path))
+    if config.head is None or not any(folder.glob("*.safetensors")):
+        return config
+    names = named_tensors(folder, config.head).headers
+    return replace(config, head=config.head.with_tensors(names))
 
 
 def parse_dflash_config(raw: Mapping[str, Any], where: str = "config") -> DFlashConfig:
     outer = checked(OuterKeys, raw, where)
     inner = _given(outer.inner)
     keys = _merged(_given(raw), inner, where)
+    _check_body(outer, where)
     head = read_head(keys, where)
     names = outer.architectures or (list(ARCHITECTURES[:1]) if inner else [])
     _check_kind(outer, keys, names, head, where)
@@ -141,6 +160,7 @@ def parse_dflash_config(raw: Mapping[str, Any], where: str = "config") -> DFlash
     if read.block_size is None:
         raise ConfigError(f"{where} lacks block_size: tokens of a block. Add it.")
     windows = _windows(read, model, where)
+    convolution = _convolution(read, head, model, where)
     config = DFlashConfig(
         model=model,
         block_size=read.block_size,
@@ -151,16 +171,24 @@ def parse_dflash_config(raw: Mapping[str, Any], where: str = "config") -> DFlash
         target_hidden_size=read.target_hidden_size or model.hidden_size,
         draft_vocab_size=read.draft_vocab_size or model.vocab_size,
         sample_from_anchor=_predicts_from_anchor(read, keys, head, where),
-        causal=_causal(read, windows, keys.get("speculators_model_type") == CONVOLVED),
+        causal=_causal(read, windows, convolution, head),
         windows=windows,
         value_scale=read.attention_value_scale or 1.0,
         sinks=_sinks(read, windows),
-        convolution=_convolution(read, keys, model, where),
+        convolution=convolution,
         embedding_scale=read.input_embedding_scale or 1.0,
         head=head,
     )
     _check(config, where)
     return config
+
+
+def keys_not_read(raw: Mapping[str, Any]) -> list[str]:
+    """Keys of a DFlash draft's `config.json` that mean nothing to Forerun, by name."""
+    own = {*OuterKeys.__struct_fields__, *KNOWN}
+    inner = _given(raw.get("transformer_layer_config") or {})
+    layers = {f"transformer_layer_config.{key}" for key in inner if key not in (*BODY, *HARMLESS)}
+    return sorted(layers | (_given(raw).keys() - own - {*BODY, *HARMLESS}))
 
 
 def _given(keys: Mapping[str, Any]) -> dict[str, Any]:
@@ -169,13 +197,23 @@ def _given(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 def _merged(outer: Mapping[str, Any], inner: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The keys of both levels: writers differ in where they put them, and readers take either."""
-    for key in DFlashKeys.__struct_fields__:
-        if key in outer and key in inner and outer[key] != inner[key]:
+    for key in inner:
+        if key in outer and outer[key] != inner[key]:
             raise ConfigError(
                 f"{where}: {key} is {shown(outer[key])} at the top and {shown(inner[key])} in"
                 " dflash_config. Remove the wrong one."
             )
     return {key: outer[key] for key in outer if key not in FOLDERS} | dict(inner)
+
+
+def _check_body(outer: OuterKeys, where: str) -> None:
+    """Raises ConfigError where its layers are others than Qwen3's."""
+    for name in outer.architectures or ():
+        if name in UNSUPPORTED:
+            raise ConfigError(
+                f"{where}: the Gemma 4 body of DSpark ({name}) is not supported. Use another draft"
+                " for this target."
+            )
 
 
 def _check_kind(
@@ -186,14 +224,16 @@ def _check_kind(
     where: str,
 ) -> None:
     """Whether it is a DFlash draft, as far as it says what it is."""
-    kind, headless = outer.speculators_model_type, head is not None or is_headless(keys)
+    kind = outer.speculators_model_type
     if kind is not None:
-        if kind != "dflash" and not headless:
+        if kind.lower() not in SPECULATORS:
             raise OtherDraftError(
-                f"{where} is a speculators {shown(kind)} model; expected a plain 'dflash' one."
+                f"{where} is a speculators {shown(kind)} model; expected"
+                f" {' or '.join(map(repr, SPECULATORS))}."
             )
         return
-    known = headless or bool(set(names) & set(ARCHITECTURES))
+    named = head is not None or named_head(keys) is not None
+    known = named or bool(set(names) & set(ARCHITECTURES))
     if outer.dflash_config is None and not known:
         raise OtherDraftError(
             f"{where} is not a DFlash draft: it has neither dflash_config (z-lab) nor"
@@ -209,14 +249,17 @@ def _check_kind(
 def _refuse_unknown(
     inner: Mapping[str, Any], keys: Mapping[str, Any], head: HeadConfig | None, where: str
 ) -> None:
-    """What a key of `dflash_config` means must be known; at the top stand many others' keys."""
-    known = {*DFlashKeys.__struct_fields__, *ONLY, "projector_type"}
-    unknown = [key for key in inner if key not in known and not is_head_key(key)]
+    """What a key of `dflash_config` means must be known, and what one of a head means anywhere; at
+    the top stand many others' keys.
+    """
+    asked = [key for key in keys if key in inner or looks_like_head_key(key)]
+    unknown = [key for key in asked if key not in KNOWN]
     if unknown:
+        has = "dflash_config has" if any(key in inner for key in unknown) else "it has"
         raise ConfigError(
-            f"{where}: dflash_config has the unknown {', '.join(map(shown, unknown))}. A draft that"
-            " is served without what they mean has hardly a token accepted; remove them if they"
-            " mean nothing for serving."
+            f"{where}: {has} the unknown {', '.join(map(shown, unknown))}. A draft that is served"
+            " without what they mean has hardly a token accepted; remove them if they mean nothing"
+            " for serving."
         )
     honoured = () if head is None else head.honours
     for key, values in ONLY.items():
@@ -224,7 +267,7 @@ def _refuse_unknown(
             must = f"it must be {' or '.join(map(shown, values))}" if values else "remove it"
             raise ConfigError(f"{where}: {key} {shown(keys[key])} is not supported; {must}.")
     projector = keys.get("projector_type")
-    if head is None and not is_headless(keys) and projector not in (None, "dflash"):
+    if head is None and named_head(keys) is None and projector not in (None, "dflash"):
         raise ConfigError(f"{where}: projector_type {shown(projector)} is not known.")
 
 
@@ -264,14 +307,22 @@ def _windows(read: DFlashKeys, model: ModelConfig, where: str) -> tuple[int | No
     return tuple(window if slides else None for slides in sliding)
 
 
-def _causal(read: DFlashKeys, windows: Sequence[int | None], convolved: bool) -> tuple[bool, ...]:
-    """Stated for all layers; else sliding layers are causal within a block, and full ones not."""
+def _causal(
+    read: DFlashKeys,
+    windows: Sequence[int | None],
+    convolution: ConvolutionConfig | None,
+    head: HeadConfig | None,
+) -> tuple[bool, ...]:
+    """Stated for all layers; else sliding layers are causal within a block, and full ones not.
+
+    DFlash2's, known by its convolutions or its head, are not, whoever wrote the file.
+    """
     stated = read.causal if read.is_causal is None else read.is_causal
     if stated is not None:
         return (stated,) * len(windows)
     non_causal = read.sliding_window_non_causal
     if non_causal is None:
-        non_causal = convolved
+        non_causal = convolution is not None or (head is not None and not head.causal_windows)
     return tuple(window is not None and not non_causal for window in windows)
 
 
@@ -282,12 +333,13 @@ def _sinks(read: DFlashKeys, windows: Sequence[int | None]) -> tuple[bool, ...]:
 
 
 def _convolution(
-    read: DFlashKeys, keys: Mapping[str, Any], model: ModelConfig, where: str
+    read: DFlashKeys, head: HeadConfig | None, model: ModelConfig, where: str
 ) -> ConvolutionConfig | None:
     """The convolutions around the sublayers, from two keys that belong together."""
     taps, group = read.conv_kernel_size, read.conv_group_size
-    if keys.get("speculators_model_type") == CONVOLVED:
-        taps, group = taps or 2, group or 16
+    default = None if head is None else head.convolution
+    if default is not None:
+        taps, group = taps or default.kernel_size, group or default.group_size
     if not taps and not group:
         return None
     if not taps or not group:
@@ -303,19 +355,26 @@ def _predicts_from_anchor(
     read: DFlashKeys, keys: Mapping[str, Any], head: HeadConfig | None, where: str
 ) -> bool:
     """Whether the first token of a block predicts the next one; else it is only read."""
-    stated = (read.sample_from_anchor, read.query_zero_predicts_next)
-    if None not in stated and stated[0] != stated[1]:
+    stated = {
+        "sample_from_anchor": read.sample_from_anchor,
+        "query_zero_predicts_next": read.query_zero_predicts_next,
+    }
+    said = agreed(stated, where)
+    if said is None:
+        stated, said = {"shift_label": read.shift_label}, read.shift_label
+    if said and head is not None and head.fill_in_only:
+        key = next(key for key, value in stated.items() if value)
         raise ConfigError(
-            f"{where}: sample_from_anchor {stated[0]} and query_zero_predicts_next {stated[1]}"
-            " say the same and disagree. Remove the wrong one."
+            f"{where}: {key} is true, but a {head.files.name} draft predicts in the fill-in layout"
+            " only. Set it to false."
         )
-    said = next((value for value in (*stated, read.shift_label) if value is not None), None)
     return predicts_from_anchor(keys, head) if said is None else said
 
 
 def _check(config: DFlashConfig, where: str) -> None:
     config.check_sizes(config.target_layer_ids, where)
-    config.in_layout(config.sample_from_anchor)
+    if config.head is not None:
+        config.head.check(config.body_sizes, where)
     if config.mask_token_id is None and config.mask_token is None:
         raise ConfigError(f"{where} names no mask token: mask_token_id (or mask_token) is needed.")
     if not config.target_layer_ids:

@@ -13,8 +13,8 @@ from forerun.config.schema import LayerId, Layers, Object, Positions, Positive, 
 # Of bodies; text models' names stand in files that others have written.
 ARCHITECTURES = ("DFlashDraftModel", "DFlashSpeculator")
 FOLDERS = ("dflash_config", "dspark_config")  # of keys
-# Speculators' type whose bodies have convolutions, and sliding layers that are not causal.
-CONVOLVED = "dflash2"
+# DeepSpec's of Gemma 4, whose layers are other ones: GELU, four norms, values that are keys.
+UNSUPPORTED = ("Gemma4DSparkModel",)
 Block = Annotated[int, Meta(ge=2, le=1 << 16)]
 
 
@@ -51,6 +51,9 @@ class DFlashKeys(msgspec.Struct, kw_only=True):
     conv_group_size: Annotated[int, Meta(ge=0, le=1 << 16)] | None = None
     # Of the embeddings of a block.
     input_embedding_scale: Positive | None = None
+    # What the tensors say, too.
+    has_embed_tokens: bool | None = None
+    has_lm_head: bool | None = None
 
     @property
     def layers_from_1(self) -> list[list[int]]:
@@ -74,9 +77,63 @@ class OuterKeys(msgspec.Struct):
         return {**(self.dflash_config or {}), **(self.dspark_config or {})}
 
 
+# What is read of the layers' own keys, besides those of a draft.
+BODY = (
+    "attention_bias",
+    "attention_out_bias",
+    "mlp_bias",
+    "head_dim",
+    "hidden_act",
+    "hidden_activation",
+    "hidden_size",
+    "intermediate_size",
+    "layer_types",
+    "max_position_embeddings",
+    "max_window_layers",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "original_max_position_embeddings",
+    "partial_rotary_factor",
+    "quantization_config",
+    "rms_norm_eps",
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+    "sliding_window",
+    "use_sliding_window",
+    "vocab_size",
+)
+# Keys that nothing a draft computes depends on, in files of every kind.
+HARMLESS = (
+    "_name_or_path",
+    "architectures",
+    "attention_dropout",
+    "auto_map",
+    "bos_token_id",
+    "chunk_size_feed_forward",
+    "dtype",
+    "eos_token_id",
+    "id2label",
+    "initializer_range",
+    "is_encoder_decoder",
+    "label2id",
+    "model_type",
+    "output_attentions",
+    "output_hidden_states",
+    "pad_token_id",
+    "return_dict",
+    "speculators_config",
+    "speculators_version",
+    "tie_word_embeddings",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+)
+
 # Keys that change what a body computes, and the values that are supported.
 ONLY: Mapping[str, tuple[Any, ...]] = {
-    "attention_mode": ("gqa",),
+    "attention_mode": ("gqa", "mha"),  # the counts of heads say which
     "is_neox_style": (True,),
     "rope_is_neox_style": (True,),
     "use_gemma_norm": (False,),

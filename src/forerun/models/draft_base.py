@@ -199,7 +199,10 @@ class DraftConfig(ABC):
 
     def check_sizes(self, layer_ids: Sequence[int], where: str) -> None:
         """Raises ConfigError where layers, target layers or the vocabulary cannot be served."""
-        check_layers(self.model)
+        try:
+            check_layers(self.model)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from None
         if min(layer_ids, default=0) < 0:
             raise ConfigError(f"{where}: target layer ids {tuple(layer_ids)} start below 0.")
         if self.draft_vocab_size > self.vocab_size:

@@ -39,6 +39,7 @@ from forerun.models.formats.registry import weight_format
 from forerun.models.further_layers import COUNT, prefixes, prefixes_to_rename, share_ends
 from forerun.models.registry import model_class
 from forerun.models.safetensors_files import FIX_FOLDER
+from forerun.models.speculators import refuse_speculators
 
 SHARED = ("embed_tokens.weight", "shared_head.head.weight")  # copies of the target's
 
@@ -73,6 +74,7 @@ def load_nextn_config(folder: Path) -> NextNConfig:
     """
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder; {FIX_FOLDER}.")
+    refuse_speculators(folder)
     return NextNConfig(load_model_config(folder), where=str(folder))
 
 

@@ -31,6 +31,7 @@ from forerun.models.formats.registry import weight_format
 from forerun.models.loader import load_target_at
 from forerun.models.registry import model_class
 from forerun.models.safetensors_files import FIX_FOLDER
+from forerun.models.speculators import refuse_speculators
 from forerun.models.tokenizer import load_tokenizer
 from forerun.speculative.base import (
     Draft,
@@ -197,6 +198,7 @@ def read_standalone(folder: Path) -> ModelConfig:
     """
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder; {FIX_FOLDER}.")
+    refuse_speculators(folder)
     model = load_model_config(folder)
     draft = model_class(model)  # refuses unknown architectures
     if draft.has_recurrent_layers:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -24,6 +24,7 @@ from forerun.config.schema import checked
 from forerun.core.errors import ConfigError
 from forerun.layers.communication import SINGLE_RANK, WeightPlacement
 from forerun.layers.module import Module
+from forerun.models.block_convolution import ConvolutionConfig
 
 
 @dataclass(frozen=True)
@@ -101,8 +102,9 @@ class HeadFiles:
     """How the files of a head are recognised, whoever wrote them."""
 
     name: str
-    names: tuple[str, ...]  # architectures, projector and speculators types, in lower case
-    keys: str  # pattern of keys, at the top of config.json or in dflash_config
+    # Architectures, projector and speculators types, in lower case; speculators' type first.
+    names: tuple[str, ...]
+    keys: str  # pattern of keys that only such a head has, at the top of config.json or inside
     tensors: str  # pattern of names
     switches: tuple[str, ...] = ()  # keys that can say that the head is not there
     aliases: Mapping[str, str] = field(default_factory=dict)
@@ -115,14 +117,17 @@ class HeadFiles:
     def is_key(self, key: str) -> bool:
         return re.fullmatch(self.keys, key) is not None
 
+    def name_in(self, keys: Mapping[str, Any]) -> str | None:
+        """Which name of a config is one of this head, whether it is off or not; None: none."""
+        found = (f"{key} {name!r}" for key, name in names_of(keys) if name in self.names)
+        return next(found, None)
+
     def sign(self, keys: Mapping[str, Any]) -> str | None:
         """What shows that a config is that of a body with this head; None: nothing."""
         if self.is_off(keys):
             return None
-        for key, name in names_of(keys):
-            if name in self.names:
-                return f"{key} {name!r}"
-        return next((key for key, value in keys.items() if value and self.is_key(key)), None)
+        own = (key for key, value in keys.items() if value and self.is_key(key))
+        return self.name_in(keys) or next(own, None)
 
 
 def names_of(keys: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -158,6 +163,7 @@ class HeadConfig(ABC):
     """A head as `config.json` describes it."""
 
     files: ClassVar[HeadFiles]
+    keys_read: ClassVar[type[msgspec.Struct]]
     options: ClassVar[tuple[HeadOption, ...]] = ()
     reads_before: ClassVar[bool] = False  # `Block.before`
     reads_context: ClassVar[bool] = False  # `Block.context`
@@ -165,11 +171,14 @@ class HeadConfig(ABC):
     fill_in_only: ClassVar[bool] = False  # no row layout but fill-in
     fixed_block: ClassVar[bool] = False  # weights are of one block size, and no smaller one works
     last_row_predicts: ClassVar[bool] = True  # False: drafts are one fewer than rows that could
+    # Of the body, where none of its keys states it.
+    anchor_first: ClassVar[bool] = False  # the row layout, also of files whose head is off
+    causal_windows: ClassVar[bool] = True  # a block is causal in layers that slide
 
     @property
-    def anchor_first(self) -> bool:
-        """The row layout, where no key of the body states it."""
-        return False
+    def convolution(self) -> ConvolutionConfig | None:
+        """The convolutions of the body, where none of its keys states them."""
+        return None
 
     @classmethod
     @abstractmethod
@@ -179,6 +188,14 @@ class HeadConfig(ABC):
         Raises:
             ConfigError: a key is missing, of the wrong type, or not supported.
         """
+
+    def check(self, sizes: BodySizes, where: str) -> None:
+        """Raises ConfigError where the head does not fit its body; it fits unless a head says."""
+        return None
+
+    def with_tensors(self, names: Collection[str]) -> HeadConfig:
+        """The head with what its checkpoint's tensors say and its config leaves open."""
+        return self
 
     @abstractmethod
     def build(
@@ -191,6 +208,7 @@ class HeadConfig(ABC):
         """The head in a few words, for the log and `forerun doctor`."""
 
 
+T = TypeVar("T")
 Keys = TypeVar("Keys", bound=msgspec.Struct)
 
 
@@ -209,6 +227,28 @@ def checked_keys(kind: type[Keys], keys: Mapping[str, Any], where: str) -> Keys:
     if missing:
         raise ConfigError(f"{where} lacks {', '.join(missing)}, which the head needs. Add it.")
     return checked(kind, own, where)
+
+
+def check_choice(key: str, count: int, sizes: BodySizes, where: str) -> None:
+    """Raises ConfigError where `key` asks for more tokens than the draft can choose among."""
+    if count > sizes.draft_vocab_size:
+        raise ConfigError(
+            f"{where}: {key} {count} is over the draft's vocabulary of {sizes.draft_vocab_size}."
+            " Correct it."
+        )
+
+
+def agreed(keys: Mapping[str, T | None], where: str) -> T | None:
+    """The value of keys that mean the same; None: none is given.
+
+    Raises:
+        ConfigError: two differ.
+    """
+    given = {key: value for key, value in keys.items() if value is not None}
+    if len(set(given.values())) > 1:
+        said = " and ".join(f"{key} {value}" for key, value in given.items())
+        raise ConfigError(f"{where}: {said} say the same and disagree. Remove the wrong one.")
+    return next(iter(given.values()), None)
 
 
 def whole(place: WeightPlacement) -> WeightPlacement:

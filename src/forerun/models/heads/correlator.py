@@ -37,6 +37,7 @@ from forerun.models.heads.base import (
     Parameters,
     Proposal,
     SiLUMLP,
+    check_choice,
     checked_keys,
     whole,
 )
@@ -45,7 +46,7 @@ FEATURES = 5  # of a candidate: logp, p, logp - max, rank / (K - 1), rank == 0
 
 
 class LiLiCorrKeys(msgspec.Struct, kw_only=True):
-    """All are required: a guess would score another function of the same weights."""
+    """Sizes and scales are required: a guess would score another function of the same weights."""
 
     lilicorr_candidate_topk: Annotated[int, Meta(ge=1, le=64)]
     lilicorr_hidden_size: Annotated[int, Meta(ge=0, le=1 << 20)]  # 0: the draft's
@@ -55,6 +56,7 @@ class LiLiCorrKeys(msgspec.Struct, kw_only=True):
     lilicorr_factor_dim: Size
     lilicorr_vector_eps: Positive
     lilicorr_logit_scale: Positive
+    lilicorr_enabled: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -68,26 +70,36 @@ class LiLiCorrConfig(HeadConfig):
         r"lilicorr\..*",
         ("lilicorr_enabled",),
     )
+    keys_read: ClassVar[type[msgspec.Struct]] = LiLiCorrKeys
     reads_context: ClassVar[bool] = True
     fill_in_only: ClassVar[bool] = True
     fixed_block: ClassVar[bool] = True
 
     @classmethod
     def read(cls, keys: Mapping[str, Any], where: str) -> LiLiCorrConfig:
-        read = checked_keys(LiLiCorrKeys, keys, where)
-        if read.lilicorr_hidden_size % read.lilicorr_num_heads:
+        return cls(checked_keys(LiLiCorrKeys, keys, where))
+
+    def check(self, sizes: BodySizes, where: str) -> None:
+        size, heads = self.size(sizes), self.keys.lilicorr_num_heads
+        if size % heads:
             raise ConfigError(
-                f"{where}: lilicorr_hidden_size {read.lilicorr_hidden_size} is not a multiple of"
-                f" lilicorr_num_heads {read.lilicorr_num_heads}."
+                f"{where}: lilicorr_hidden_size {size} is not a multiple of lilicorr_num_heads"
+                f" {heads}. Correct one."
             )
-        return cls(read)
+        if sizes.draft_vocab_size != sizes.vocab_size:
+            raise ConfigError(
+                f"{where}: a LiLiCorr head has no pruned vocabulary (draft_vocab_size)."
+            )
+        check_choice("lilicorr_candidate_topk", self.keys.lilicorr_candidate_topk, sizes, where)
+
+    def size(self, sizes: BodySizes) -> int:
+        """Returns the width of its layers."""
+        return self.keys.lilicorr_hidden_size or sizes.hidden_size
 
     def build(
         self, sizes: BodySizes, place: WeightPlacement, options: Mapping[str, Any]
     ) -> LiLiCorrHead:
-        if sizes.draft_vocab_size != sizes.vocab_size:
-            raise ConfigError("A LiLiCorr head has no pruned vocabulary (draft_vocab_size).")
-        return LiLiCorrHead(self.keys, sizes, whole(place))
+        return LiLiCorrHead(self, sizes, whole(place))
 
     def describe(self) -> str:
         keys = self.keys
@@ -131,8 +143,8 @@ class LatticeLayer(Module):
 
 
 class Correlator(Parameters):
-    def __init__(self, keys: LiLiCorrKeys, sizes: BodySizes, place: WeightPlacement) -> None:
-        size = keys.lilicorr_hidden_size or sizes.hidden_size
+    def __init__(self, config: LiLiCorrConfig, sizes: BodySizes, place: WeightPlacement) -> None:
+        keys, size = config.keys, config.size(sizes)
         slots, k = sizes.block_size - 1, keys.lilicorr_candidate_topk
         heads, dim = keys.lilicorr_num_heads, keys.lilicorr_factor_dim
         super().__init__(
@@ -238,9 +250,9 @@ class LayerNorm(Parameters):
 
 
 class LiLiCorrHead(DraftHead):
-    def __init__(self, keys: LiLiCorrKeys, sizes: BodySizes, place: WeightPlacement) -> None:
-        self._keys, self._slots = keys, sizes.block_size - 1
-        self.lilicorr = Correlator(keys, sizes, place)
+    def __init__(self, config: LiLiCorrConfig, sizes: BodySizes, place: WeightPlacement) -> None:
+        self._keys, self._slots = config.keys, sizes.block_size - 1
+        self.lilicorr = Correlator(config, sizes, place)
 
     def propose(self, block: Block, vocabulary: DraftVocabulary, draw: Draw) -> Proposal:
         assert block.context is not None

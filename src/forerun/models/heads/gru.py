@@ -41,13 +41,16 @@ from forerun.models.heads.base import (
     whole,
 )
 
+# Where `pure_draft_prefix_len` is left out, by the writer: ModelOpt and the published drafts say
+# DFlashDraftModel and mean 1, the only one that SGLang serves; SpecForge has a name of its own.
+PURE_PREFIX = {"DFlashDraftModel": 1, "DominoDraftModel": 0}
 POOL = "speculative_domino_candidate_pool_size"
 
 
 class DominoKeys(msgspec.Struct, kw_only=True):
     gru_hidden_dim: Size
     emb_dim: Size
-    pure_draft_prefix_len: Annotated[int, Meta(ge=0, le=1 << 16)] = 0
+    pure_draft_prefix_len: Annotated[int, Meta(ge=0, le=1 << 16)] | None = None
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,7 @@ class DominoConfig(HeadConfig):
         r"pure_draft_prefix_len|gru_hidden_dim|emb_dim",
         r"(prefix_gru|embed_proj)\..*",
     )
+    keys_read: ClassVar[type[msgspec.Struct]] = DominoKeys
     options: ClassVar[tuple[HeadOption, ...]] = (
         HeadOption(
             POOL,
@@ -75,7 +79,16 @@ class DominoConfig(HeadConfig):
     @classmethod
     def read(cls, keys: Mapping[str, Any], where: str) -> DominoConfig:
         read = checked_keys(DominoKeys, keys, where)
-        return cls(read.gru_hidden_dim, read.emb_dim, read.pure_draft_prefix_len)
+        pure = read.pure_draft_prefix_len
+        if pure is None:
+            found = (PURE_PREFIX[n] for n in keys.get("architectures") or () if n in PURE_PREFIX)
+            pure = next(found, None)
+        if pure is None:
+            raise ConfigError(
+                f"{where} lacks pure_draft_prefix_len, whose default differs between writers:"
+                " SpecForge's is 0, ModelOpt's 1. Add the one that was trained."
+            )
+        return cls(read.gru_hidden_dim, read.emb_dim, pure)
 
     def build(
         self, sizes: BodySizes, place: WeightPlacement, options: Mapping[str, Any]

@@ -12,8 +12,8 @@ A confidence head estimates how likely each draft is to be accepted, given that 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -41,6 +41,8 @@ from forerun.models.heads.base import (
     HeadConfig,
     HeadFiles,
     Proposal,
+    agreed,
+    check_choice,
     checked_keys,
     whole,
 )
@@ -67,7 +69,7 @@ class MarkovConfig(HeadConfig):
 
     rank: int
     kind: Kind
-    confidence: bool
+    confidence: bool | None  # None: its tensors say
     confidence_reads_token: bool
     draft_topk: int | None  # only the best k base logits of each row are corrected
 
@@ -76,7 +78,6 @@ class MarkovConfig(HeadConfig):
         (
             "dspark",
             "qwen3dsparkmodel",
-            "gemma4dsparkmodel",
             "dsparkdraftmodel",
             "dsparkspeculator",
         ),
@@ -92,9 +93,8 @@ class MarkovConfig(HeadConfig):
         },
     )
 
-    @property
-    def anchor_first(self) -> bool:
-        return True
+    keys_read: ClassVar[type[msgspec.Struct]] = DSparkKeys
+    anchor_first: ClassVar[bool] = True
 
     @classmethod
     def read(cls, keys: Mapping[str, Any], where: str) -> MarkovConfig:
@@ -114,15 +114,27 @@ class MarkovConfig(HeadConfig):
             )
         if read.markov_rank is None and not of_speculators:
             raise ConfigError(f"{where} lacks markov_rank, which the head needs. Add it.")
-        stated = read.enable_confidence_head, read.use_confidence_head
-        enabled = next((value for value in stated if value is not None), None)
-        if enabled is None:
-            enabled = of_speculators or bool(read.confidence_head_alpha)
+        stated = {
+            "enable_confidence_head": read.enable_confidence_head,
+            "use_confidence_head": read.use_confidence_head,
+        }
+        enabled = agreed(stated, where)
+        if enabled is None and (of_speculators or read.confidence_head_alpha):
+            enabled = True
         with_token = read.confidence_head_with_markov
         if with_token is None:
             with_token = of_speculators or read.use_confidence_head is not None
         rank = read.markov_rank or 256
         return cls(rank, kind, enabled, with_token, read.dspark_draft_topk)
+
+    def check(self, sizes: BodySizes, where: str) -> None:
+        if self.draft_topk is not None:
+            check_choice("dspark_draft_topk", self.draft_topk, sizes, where)
+
+    def with_tensors(self, names: Collection[str]) -> MarkovConfig:
+        if self.confidence is not None:
+            return self
+        return replace(self, confidence=any(name.startswith("confidence_head.") for name in names))
 
     def build(
         self, sizes: BodySizes, place: WeightPlacement, options: Mapping[str, Any]

@@ -32,6 +32,7 @@ from forerun.models.heads.base import (
     HeadFiles,
     Parameters,
     Proposal,
+    agreed,
     checked_keys,
     whole,
 )
@@ -73,6 +74,7 @@ class XPressConfig(HeadConfig):
             "mlp.down_proj.": "refiner_head.mlp_down.",
         },
     )
+    keys_read: ClassVar[type[msgspec.Struct]] = XPressKeys
     reads_before: ClassVar[bool] = True
     fill_in_only: ClassVar[bool] = True
     fixed_block: ClassVar[bool] = True
@@ -84,7 +86,11 @@ class XPressConfig(HeadConfig):
             raise ConfigError(f"{where}: xpress_selector is not supported yet; it must be false.")
         if read.xpress_backbone not in ("dflash", "dflash2"):
             raise ConfigError(f"{where}: xpress_backbone must be dflash or dflash2.")
-        passes = read.num_jacobi_passes or read.xpress_num_passes or 6
+        stated = {
+            "num_jacobi_passes": read.num_jacobi_passes,
+            "xpress_num_passes": read.xpress_num_passes,
+        }
+        passes = agreed(stated, where) or 6
         return cls(read.xpress_rank, read.xpress_rank * read.xpress_mlp_ratio, passes)
 
     def build(

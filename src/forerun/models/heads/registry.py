@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from forerun.core.errors import ConfigError
-from forerun.models.heads.base import HeadConfig, HeadFiles, names_of
+from forerun.models.heads.base import HeadConfig, HeadFiles
 from forerun.models.heads.correlator import LiLiCorrConfig
 from forerun.models.heads.gru import DominoConfig
 from forerun.models.heads.markov import MarkovConfig
@@ -22,6 +22,9 @@ HEADS: tuple[type[HeadConfig], ...] = (
     DominoConfig,
     SelectorConfig,
 )
+# Speculators' types of DFlash drafts.
+SPECULATORS = ("dflash", *(head.files.names[0] for head in HEADS))
+HEAD_KEYS = frozenset(key for head in HEADS for key in head.keys_read.__struct_fields__)
 HEAD_OPTIONS = [option for head in HEADS for option in head.options]
 REFUSED = (HeadFiles("P-EAGLE", ("peagle", "peaglespeculator"), r"mask_hidden", r"mask_hidden"),)
 
@@ -51,22 +54,20 @@ def read_head(keys: Mapping[str, Any], where: str) -> HeadConfig | None:
     return next(iter(signs)).read(keys, where)
 
 
+def named_head(keys: Mapping[str, Any]) -> type[HeadConfig] | None:
+    """The head that a config is named after, which may be off (`markov_rank: 0`)."""
+    return next((head for head in HEADS if head.files.name_in(keys) is not None), None)
+
+
 def predicts_from_anchor(keys: Mapping[str, Any], head: HeadConfig | None) -> bool:
     """The row layout of a config that does not state it: whether row 0 predicts, too."""
-    if head is not None:
-        return head.anchor_first
     # DeepSpec's own DFlash drafts are DSpark files with `markov_rank: 0`.
-    return is_headless(keys)
+    kind = named_head(keys) if head is None else head
+    return kind is not None and kind.anchor_first
 
 
-def is_headless(keys: Mapping[str, Any]) -> bool:
-    """Whether a config without a head is one of DSpark's kind (`markov_rank: 0`)."""
-    named = any(name in MarkovConfig.files.names for _, name in names_of(keys))
-    return named or any(key.startswith("dspark_") for key in keys)
-
-
-def is_head_key(key: str) -> bool:
-    """Whether a key is one of a head's."""
+def looks_like_head_key(key: str) -> bool:
+    """Whether a key begins as those of a head do, whether it is known or not."""
     return any(files.is_key(key) for files in (*REFUSED, *(head.files for head in HEADS)))
 
 

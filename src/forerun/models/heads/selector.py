@@ -22,6 +22,7 @@ from forerun.kernels.drafting.top_columns import top_columns
 from forerun.kernels.drafting.walk import selector_walk
 from forerun.kernels.runtime.jit import use_triton
 from forerun.layers.communication import WeightPlacement
+from forerun.models.block_convolution import ConvolutionConfig
 from forerun.models.heads.base import (
     Affine,
     Block,
@@ -33,6 +34,7 @@ from forerun.models.heads.base import (
     HeadFiles,
     Parameters,
     Proposal,
+    check_choice,
     checked_keys,
     whole,
 )
@@ -51,6 +53,7 @@ class SelectorConfig(HeadConfig):
     top_k: int
     multiplier: float = 1.0  # of the logits, before the cap
     soft_cap: float | None = None
+    convolution: ConvolutionConfig | None = None
 
     files: ClassVar[HeadFiles] = HeadFiles(
         "DFlash2",
@@ -63,26 +66,36 @@ class SelectorConfig(HeadConfig):
         ),
         r"selector_rank|selector_top_k",
         r"candidate_selector\..*",
+        (),
+        {
+            f"candidate_selector.{table}.weight": f"candidate_selector.{table}"
+            for table in ("predecessor_codebook", "successor_codebook")
+        },
     )
+    keys_read: ClassVar[type[msgspec.Struct]] = SelectorKeys
     fill_in_only: ClassVar[bool] = True
+    causal_windows: ClassVar[bool] = False
     honours: ClassVar[tuple[str, ...]] = ("output_multiplier", "final_logit_softcapping")
 
     @classmethod
     def read(cls, keys: Mapping[str, Any], where: str) -> SelectorConfig:
         read = checked_keys(SelectorKeys, keys, where)
-        rank, top_k = read.selector_rank, read.selector_top_k
+        rank, top_k, convolution = read.selector_rank, read.selector_top_k, None
         if keys.get("speculators_model_type") is not None:
-            rank, top_k = rank or 256, top_k or 16
+            rank, top_k, convolution = rank or 256, top_k or 16, ConvolutionConfig(2, 16)
         if rank is None or top_k is None:
             raise ConfigError(
                 f"{where} needs both selector_rank and selector_top_k, as they were trained."
             )
-        if keys.get("draft_vocab_size") not in (None, _vocab_size(keys)):
+        cap = read.final_logit_softcapping
+        return cls(rank, top_k, read.output_multiplier or 1.0, cap, convolution)
+
+    def check(self, sizes: BodySizes, where: str) -> None:
+        if sizes.draft_vocab_size != sizes.vocab_size:
             raise ConfigError(
                 f"{where}: a DFlash2 head has no pruned vocabulary (draft_vocab_size)."
             )
-        cap = read.final_logit_softcapping
-        return cls(rank, top_k, read.output_multiplier or 1.0, cap)
+        check_choice("selector_top_k", self.top_k, sizes, where)
 
     def build(
         self, sizes: BodySizes, place: WeightPlacement, options: Mapping[str, Any]
@@ -91,11 +104,6 @@ class SelectorConfig(HeadConfig):
 
     def describe(self) -> str:
         return f"candidate selector (best {self.top_k}, rank {self.rank})"
-
-
-def _vocab_size(keys: Mapping[str, Any]) -> Any:
-    inner = keys.get("transformer_layer_config") or {}
-    return keys.get("vocab_size", inner.get("vocab_size"))
 
 
 class Selector(Parameters):
