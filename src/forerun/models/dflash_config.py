@@ -160,7 +160,7 @@ def parse_dflash_config(raw: Mapping[str, Any], where: str = "config") -> DFlash
     if read.block_size is None:
         raise ConfigError(f"{where} lacks block_size: tokens of a block. Add it.")
     windows = _windows(read, model, where)
-    convolution = _convolution(read, head, model, where)
+    convolution = _convolution(read, keys, head, model, where)
     config = DFlashConfig(
         model=model,
         block_size=read.block_size,
@@ -211,8 +211,8 @@ def _check_body(outer: OuterKeys, where: str) -> None:
     for name in outer.architectures or ():
         if name in UNSUPPORTED:
             raise ConfigError(
-                f"{where}: the Gemma 4 body of DSpark ({name}) is not supported. Use another draft"
-                " for this target."
+                f"{where}: {UNSUPPORTED[name]} ({name}) is not supported. Use another draft for"
+                " this target."
             )
 
 
@@ -333,11 +333,15 @@ def _sinks(read: DFlashKeys, windows: Sequence[int | None]) -> tuple[bool, ...]:
 
 
 def _convolution(
-    read: DFlashKeys, head: HeadConfig | None, model: ModelConfig, where: str
+    read: DFlashKeys,
+    keys: Mapping[str, Any],
+    head: HeadConfig | None,
+    model: ModelConfig,
+    where: str,
 ) -> ConvolutionConfig | None:
     """The convolutions around the sublayers, from two keys that belong together."""
     taps, group = read.conv_kernel_size, read.conv_group_size
-    default = None if head is None else head.convolution
+    default = None if head is None else head.convolution(keys)
     if default is not None:
         taps, group = taps or default.kernel_size, group or default.group_size
     if not taps and not group:

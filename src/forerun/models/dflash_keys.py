@@ -14,7 +14,7 @@ from forerun.config.schema import LayerId, Layers, Object, Positions, Positive, 
 ARCHITECTURES = ("DFlashDraftModel", "DFlashSpeculator")
 FOLDERS = ("dflash_config", "dspark_config")  # of keys
 # DeepSpec's of Gemma 4, whose layers are other ones: GELU, four norms, values that are keys.
-UNSUPPORTED = ("Gemma4DSparkModel",)
+UNSUPPORTED = {"Gemma4DSparkModel": "the Gemma 4 body of DSpark"}
 Block = Annotated[int, Meta(ge=2, le=1 << 16)]
 
 

@@ -6,11 +6,9 @@ from pathlib import Path
 
 from forerun.config.json_files import read_json
 from forerun.core.errors import ConfigError, nearest, shown
-from forerun.models.eagle3_config import KINDS
-from forerun.models.heads.registry import SPECULATORS
+from forerun.models.heads.registry import SERVED_BY
 
 TYPE = "speculators_model_type"
-SERVED_BY = dict.fromkeys(SPECULATORS, "DFLASH") | dict.fromkeys(KINDS, "EAGLE3")
 
 
 def refuse_speculators(folder: Path) -> None:
@@ -19,10 +17,11 @@ def refuse_speculators(folder: Path) -> None:
     kind = read_json(path).get(TYPE)
     if kind is None:
         return
-    if kind in list(SERVED_BY):
+    algorithm = SERVED_BY.get(str(kind).lower())
+    if algorithm is not None:
         raise ConfigError(
             f"{path} is a speculators {shown(kind)} draft; set speculative_algorithm"
-            f" {SERVED_BY[kind]}, which serves it."
+            f" {algorithm}, which serves it."
         )
     raise ConfigError(
         f"{path}: {TYPE} {shown(kind)} is not known.{nearest(str(kind), SERVED_BY)} Known:"

@@ -175,8 +175,8 @@ class HeadConfig(ABC):
     anchor_first: ClassVar[bool] = False  # the row layout, also of files whose head is off
     causal_windows: ClassVar[bool] = True  # a block is causal in layers that slide
 
-    @property
-    def convolution(self) -> ConvolutionConfig | None:
+    @classmethod
+    def convolution(cls, keys: Mapping[str, Any]) -> ConvolutionConfig | None:
         """The convolutions of the body, where none of its keys states them."""
         return None
 

@@ -22,8 +22,9 @@ HEADS: tuple[type[HeadConfig], ...] = (
     DominoConfig,
     SelectorConfig,
 )
-# Speculators' types of DFlash drafts.
+# Speculators' types of a body with these heads or none; and of all drafts, with what serves them.
 SPECULATORS = ("dflash", *(head.files.names[0] for head in HEADS))
+SERVED_BY = dict.fromkeys(SPECULATORS, "DFLASH") | {"eagle3": "EAGLE3", "peagle": "EAGLE3"}
 HEAD_KEYS = frozenset(key for head in HEADS for key in head.keys_read.__struct_fields__)
 HEAD_OPTIONS = [option for head in HEADS for option in head.options]
 REFUSED = (HeadFiles("P-EAGLE", ("peagle", "peaglespeculator"), r"mask_hidden", r"mask_hidden"),)

@@ -53,7 +53,6 @@ class SelectorConfig(HeadConfig):
     top_k: int
     multiplier: float = 1.0  # of the logits, before the cap
     soft_cap: float | None = None
-    convolution: ConvolutionConfig | None = None
 
     files: ClassVar[HeadFiles] = HeadFiles(
         "DFlash2",
@@ -80,15 +79,20 @@ class SelectorConfig(HeadConfig):
     @classmethod
     def read(cls, keys: Mapping[str, Any], where: str) -> SelectorConfig:
         read = checked_keys(SelectorKeys, keys, where)
-        rank, top_k, convolution = read.selector_rank, read.selector_top_k, None
+        rank, top_k = read.selector_rank, read.selector_top_k
         if keys.get("speculators_model_type") is not None:
-            rank, top_k, convolution = rank or 256, top_k or 16, ConvolutionConfig(2, 16)
+            rank, top_k = rank or 256, top_k or 16
         if rank is None or top_k is None:
             raise ConfigError(
                 f"{where} needs both selector_rank and selector_top_k, as they were trained."
             )
         cap = read.final_logit_softcapping
-        return cls(rank, top_k, read.output_multiplier or 1.0, cap, convolution)
+        return cls(rank, top_k, read.output_multiplier or 1.0, cap)
+
+    @classmethod
+    def convolution(cls, keys: Mapping[str, Any]) -> ConvolutionConfig | None:
+        of_speculators = keys.get("speculators_model_type") is not None
+        return ConvolutionConfig(2, 16) if of_speculators else None
 
     def check(self, sizes: BodySizes, where: str) -> None:
         if sizes.draft_vocab_size != sizes.vocab_size:
