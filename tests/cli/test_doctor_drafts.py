@@ -16,11 +16,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from forerun.config.engine_config import EngineConfig
+from forerun.config.model_config import load_model_config
 from forerun.core.errors import ConfigError
 from forerun.doctor.draft import explain_draft
-from forerun.models.nextn import load_nextn_config
-from forerun.speculative.registry import BUILT_IN
-from forerun.speculative.standalone import read_standalone
+from forerun.speculative.registry import BUILT_IN, get_algorithm
 from tests import chain_models as models
 from tests.golden_engine import GOLDEN
 
@@ -174,9 +174,11 @@ def test_speculators_types(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"'dflash3' is not known.*'dflash'.*Known: .*dspark"):
         explain_draft(tmp_path)
     path.write_text(json.dumps(config))
-    for read in (read_standalone, load_nextn_config):
+    settings = EngineConfig(speculative_draft_model_path=str(tmp_path))
+    target = load_model_config(HEADS / "target")
+    for name in ("STANDALONE", "NEXTN", "EAGLE"):
         with pytest.raises(ConfigError, match="'dspark' draft; set speculative_algorithm DFLASH"):
-            read(tmp_path)
+            get_algorithm(name).resolve(settings, target, torch.float32)
 
 
 def test_what_is_no_draft(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from forerun.config.engine_config import EngineConfig
 from forerun.config.model_config import ModelConfig, load_model_config
 from forerun.core.errors import ConfigError
 from forerun.models.further_layers import count_layers
+from forerun.models.speculators import refuse_speculators
 from forerun.speculative.base import SpecCaps
 from forerun.speculative.nextn import NextN, draft_folder
 
@@ -20,6 +21,7 @@ class Eagle(NextN):
     @classmethod
     def resolve(cls, config: EngineConfig, target: ModelConfig, dtype: torch.dtype) -> SpecCaps:
         folder = draft_folder(config)
+        refuse_speculators(folder)
         if count_layers(load_model_config(folder)) == 0:
             raise ConfigError(
                 f"EAGLE drafts with a multi-token prediction layer, as NEXTN does, and {folder}"

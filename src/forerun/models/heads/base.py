@@ -190,7 +190,7 @@ class HeadConfig(ABC):
         """
 
     def check(self, sizes: BodySizes, where: str) -> None:
-        """Raises ConfigError where the head does not fit its body; it fits unless a head says."""
+        """Raises ConfigError where the head cannot be one of such a body."""
         return None
 
     def with_tensors(self, names: Collection[str]) -> HeadConfig:
