@@ -535,12 +535,12 @@ def test_other_names_of_the_bodys_tensors(tmp_path: Path) -> None:
         assert torch.equal(view, other.weights()[name])
 
 
-def dspark(folder: Path, names: str, **keys: Any) -> Path:
-    """A draft whose head has these tensors, named as by a writer; `{}` stands for the part."""
+def dspark(folder: Path, names: str, inputs: int = HIDDEN, **keys: Any) -> Path:
+    """A draft with a Markov head of rank 4 and a confidence head, which a writer calls `names`."""
     config = zlab(markov_rank=4, markov_head_type="vanilla", **keys)
     shapes = {"markov_w1.weight": (VOCAB, 4), "markov_w2.weight": (VOCAB, 4)}
     head = {name: torch.zeros(shape) for name, shape in shapes.items()}
-    proj = {"weight": torch.zeros(1, HIDDEN), "bias": torch.zeros(1)}
+    proj = {"weight": torch.zeros(1, inputs), "bias": torch.zeros(1)}
     head |= {f"{names}.{name}": tensor for name, tensor in proj.items()}
     return write(folder, config, random_weights() | head)
 
@@ -551,6 +551,11 @@ def test_a_confidence_head_that_only_the_tensors_show(tmp_path: Path, names: str
     folder = dspark(tmp_path / "on", names)
     assert "confidence head" in load_dflash_config(folder).describe()
     assert "confidence_head.proj.bias" in load_dflash(folder, CPU_F32, 64, ABSENT).weights()
+    folder = dspark(tmp_path / "with the token before", names, HIDDEN + 4)
+    load_dflash(folder, CPU_F32, 64, ABSENT)
+    folder = dspark(tmp_path / "stated", names, HIDDEN + 4, confidence_head_with_markov=False)
+    with pytest.raises(ConfigError, match=r"has shape \[1, 36\], expected \[1, 32\]"):
+        load_dflash(folder, CPU_F32, 64, ABSENT)
     folder = dspark(tmp_path / "off", names, enable_confidence_head=False)
     assert "confidence head" not in load_dflash_config(folder).describe()
     with pytest.raises(ConfigError, match=r"holds 2 tensors: confidence_head\.proj"):

@@ -128,7 +128,7 @@ class DFlashConfig(DraftConfig):
 
 
 def load_dflash_config(folder: Path) -> DFlashConfig:
-    """Reads a draft's `config.json`, of either format, and the names of its tensors, if any.
+    """Reads a draft's `config.json`, of either format, and what it leaves open of its tensors.
 
     Raises:
         ConfigError: not a DFlash draft, or a field missing or out of range.
@@ -137,8 +137,8 @@ def load_dflash_config(folder: Path) -> DFlashConfig:
     config = parse_dflash_config(read_json(path), where=str(path))
     if config.head is None or not any(folder.glob("*.safetensors")):
         return config
-    names = named_tensors(folder, config.head).headers
-    return replace(config, head=config.head.with_tensors(names))
+    headers = named_tensors(folder, config.head).headers
+    return replace(config, head=config.head.with_tensors(headers, config.body_sizes))
 
 
 def parse_dflash_config(raw: Mapping[str, Any], where: str = "config") -> DFlashConfig:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -25,6 +25,7 @@ from forerun.core.errors import ConfigError
 from forerun.layers.communication import SINGLE_RANK, WeightPlacement
 from forerun.layers.module import Module
 from forerun.models.block_convolution import ConvolutionConfig
+from forerun.models.formats.base import Headers
 
 
 @dataclass(frozen=True)
@@ -193,7 +194,7 @@ class HeadConfig(ABC):
         """Raises ConfigError where the head cannot be one of such a body."""
         return None
 
-    def with_tensors(self, names: Collection[str]) -> HeadConfig:
+    def with_tensors(self, headers: Headers, sizes: BodySizes) -> HeadConfig:
         """The head with what its checkpoint's tensors say and its config leaves open."""
         return self
 

@@ -12,7 +12,7 @@ A confidence head estimates how likely each draft is to be accepted, given that 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -31,6 +31,7 @@ from forerun.layers.communication import WeightPlacement
 from forerun.layers.embedding import VocabEmbedding
 from forerun.layers.linear import Linear
 from forerun.layers.module import Module
+from forerun.models.formats.base import Headers
 from forerun.models.heads.base import (
     Affine,
     Block,
@@ -69,8 +70,8 @@ class MarkovConfig(HeadConfig):
 
     rank: int
     kind: Kind
-    confidence: bool | None  # None: its tensors say
-    confidence_reads_token: bool
+    confidence: bool | None  # None: its tensors say, here and below
+    confidence_reads_token: bool | None
     draft_topk: int | None  # only the best k base logits of each row are corrected
 
     files: ClassVar[HeadFiles] = HeadFiles(
@@ -122,8 +123,8 @@ class MarkovConfig(HeadConfig):
         if enabled is None and (of_speculators or read.confidence_head_alpha):
             enabled = True
         with_token = read.confidence_head_with_markov
-        if with_token is None:
-            with_token = of_speculators or read.use_confidence_head is not None
+        if with_token is None and (of_speculators or read.use_confidence_head is not None):
+            with_token = True
         rank = read.markov_rank or 256
         return cls(rank, kind, enabled, with_token, read.dspark_draft_topk)
 
@@ -131,10 +132,13 @@ class MarkovConfig(HeadConfig):
         if self.draft_topk is not None:
             check_choice("dspark_draft_topk", self.draft_topk, sizes, where)
 
-    def with_tensors(self, names: Collection[str]) -> MarkovConfig:
-        if self.confidence is not None:
-            return self
-        return replace(self, confidence=any(name.startswith("confidence_head.") for name in names))
+    def with_tensors(self, headers: Headers, sizes: BodySizes) -> MarkovConfig:
+        own, out = headers.get("confidence_head.proj.weight"), self
+        if self.confidence is None:
+            out = replace(out, confidence=own is not None)
+        if self.confidence_reads_token is None and own is not None:
+            out = replace(out, confidence_reads_token=own.shape[-1:] > (sizes.hidden_size,))
+        return out
 
     def build(
         self, sizes: BodySizes, place: WeightPlacement, options: Mapping[str, Any]
@@ -277,7 +281,7 @@ class ConfidenceHead(Module):
     """σ(w · [h ; e] + b) of every draft, in float32."""
 
     def __init__(self, config: MarkovConfig, sizes: BodySizes, place: WeightPlacement) -> None:
-        self._reads_token = config.confidence_reads_token
+        self._reads_token = bool(config.confidence_reads_token)
         inputs = sizes.hidden_size + (config.rank if self._reads_token else 0)
         self.proj = Affine(inputs, 1, place, bias=True)
 
