@@ -25,6 +25,7 @@ pytest.importorskip("triton")
 
 HEADS, KV_HEADS, DIM, LAYERS = 4, 2, 64, 2
 MASKS = [LayerMask(), LayerMask(window=7), LayerMask(Mask.BLOCK), LayerMask(Mask.BLOCK, 9)]
+MASKS += [LayerMask(Mask.SLIDING_BLOCK, 9), LayerMask(Mask.SLIDING_BLOCK, 2)]
 
 
 def backends(page: int, device: torch.device) -> list[AttentionBackend]:

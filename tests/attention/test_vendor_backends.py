@@ -38,6 +38,7 @@ CPU = torch.device("cpu")
 KINDS = stand_ins.stand_ins()
 DENSE = [name for name in KINDS if name != "flashmla"]
 WINDOW = LayerMask(window=7)
+SLIDING = [LayerMask(Mask.SLIDING_BLOCK, window) for window in (3, 20)]
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +72,7 @@ def test_chunks_then_steps(name: str, page: int) -> None:
     each = pair(name, Sizes(6, 2, 32), page, [CAUSAL, WINDOW])
     each.prefill([(0, 20), (0, 1), (0, 33)])
     each.prefill([(20, 3), (1, 90), (33, 2)])
-    each.masks = [CAUSAL, WINDOW, BLOCK]
+    each.masks = [CAUSAL, WINDOW, BLOCK, *SLIDING]
     for width in (1, 5, 16):
         each.step([23, 91, 35], width)
     each.same_pools()
@@ -284,6 +285,7 @@ def test_refusals(name: str, need: AttentionNeed, reason: str, bare: Path) -> No
         ("fa3", GPU),
         ("fa3", replace(GPU, head_dim=32, phase=Phase.VERIFY, graph=True)),
         ("fa3", replace(GPU, masks=frozenset({CAUSAL, WINDOW, BLOCK}), phase=Phase.EXTEND)),
+        ("fa3", replace(GPU, masks=frozenset({BLOCK, *SLIDING}), phase=Phase.VERIFY)),
         ("fa3", MLA),
         ("fa3", replace(MLA, phase=Phase.DECODE, num_heads=128, graph=True)),
         ("fa3", replace(GPU, sinks=True, num_heads=64)),

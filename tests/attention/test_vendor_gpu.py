@@ -73,8 +73,10 @@ def pair(
     kind, need = KINDS[name], replace(asks(sizes, phase, page), sinks=sinks is not None)
     if reasons := kind.why_not(need):
         pytest.skip("; ".join(reasons))
-    windows = Mask.CAUSAL in kind.capabilities.windows and not sizes.latent
-    each = Pair(kind, sizes, page, [m for m in masks if windows or m.window is None], need)
+    windows = frozenset[Mask]() if sizes.latent else kind.capabilities.windows
+    each = Pair(
+        kind, sizes, page, [m for m in masks if m.window is None or m.mask in windows], need
+    )
     each.sinks = None if sinks is None else sinks.to(each.device)
     return each
 
@@ -84,7 +86,8 @@ def context(each: Pair, lengths: Sequence[int]) -> None:
     each.prefill([(0, n) for n in lengths], subject_attends=False)
 
 
-ALL_MASKS = (CAUSAL, BLOCK, WINDOW)
+SLIDING = (LayerMask(Mask.SLIDING_BLOCK, 300), LayerMask(Mask.SLIDING_BLOCK, 3))
+ALL_MASKS = (CAUSAL, BLOCK, WINDOW, *SLIDING)
 
 
 @pytest.mark.parametrize("page", [1, 16, 64, 128])

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from forerun.kernels.attention.decode import BLOCK, CAUSAL, TREE, MaskSpec
+from forerun.kernels.attention.decode import BLOCK, CAUSAL, SLIDING_BLOCK, TREE, MaskSpec
 from forerun.kernels.attention.paged_kv import PagedKV
 from forerun.kernels.speculation.ragged import RaggedRows, pack_tokens_ref
 
@@ -72,6 +72,9 @@ def attended(
         return (position >= oldest) & (position <= start + token)
     if mask.mask == BLOCK:
         return position >= (0 if mask.window is None else start - mask.window)
+    if mask.mask == SLIDING_BLOCK:
+        assert mask.window is not None
+        return (position - (start + token)).abs() < mask.window
     marked = [start + j for j in range(count) if bits >> j & 1]
     oldest = 0
     if mask.window is not None:  # the last of the context and the path to the token

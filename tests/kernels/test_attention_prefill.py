@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from forerun.kernels.attention.decode import BLOCK, CAUSAL, MaskSpec
+from forerun.kernels.attention.decode import BLOCK, CAUSAL, SLIDING_BLOCK, MaskSpec
 from forerun.kernels.attention.paged_kv import PagedKV
 from forerun.kernels.attention.prefill import prefill_attention, prefill_attention_ref
 from forerun.kernels.attention.tile_map import build_tile_map
@@ -44,6 +44,8 @@ MASKS = [
     MaskSpec(CAUSAL, 40),
     MaskSpec(BLOCK),
     MaskSpec(BLOCK, 9),
+    MaskSpec(SLIDING_BLOCK, 3),
+    MaskSpec(SLIDING_BLOCK, 40),
     MaskSpec(CAUSAL, 40, softcap=0.7),
 ]
 
@@ -127,6 +129,7 @@ def test_tiles_cover_every_token_once_long_requests_first() -> None:
         (1, MaskSpec(CAUSAL, 300)),
         (64, MaskSpec()),
         (256, MaskSpec(BLOCK)),
+        (64, MaskSpec(SLIDING_BLOCK, 300)),
         (64, MaskSpec(CAUSAL, 300, softcap=2.0)),
     ],
     ids=str,

@@ -102,6 +102,8 @@ MASKS = {
     "causal window": LayerMask(window=70),
     "block": LayerMask(Mask.BLOCK),
     "block window": LayerMask(Mask.BLOCK, 45),
+    "sliding block": LayerMask(Mask.SLIDING_BLOCK, 45),
+    "window within the block": LayerMask(Mask.SLIDING_BLOCK, 3),
 }
 
 

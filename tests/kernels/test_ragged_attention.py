@@ -14,6 +14,7 @@ from forerun.kernels.attention import fixed_order, mla_fixed_order
 from forerun.kernels.attention.decode import (
     BLOCK,
     CAUSAL,
+    SLIDING_BLOCK,
     TREE,
     MaskSpec,
     paged_attention,
@@ -110,11 +111,12 @@ def test_dense(mask: MaskSpec, splits: int, device: torch.device) -> None:
     assert relative_error(reference, want.double()) < 2e-6
 
 
-@pytest.mark.parametrize("window", [None, 6])
-def test_blocks_end_with_their_requests_tokens(window: int | None, device: torch.device) -> None:
+@pytest.mark.parametrize(
+    "mask", [MaskSpec(BLOCK), MaskSpec(BLOCK, 6), MaskSpec(SLIDING_BLOCK, 6)], ids=str
+)
+def test_blocks_end_with_their_requests_tokens(mask: MaskSpec, device: torch.device) -> None:
     spans = list(zip(STARTS, WIDTHS, strict=True))
     case = make_paged(spans, 4, 2, 64, 16, device=device)
-    mask = MaskSpec(BLOCK, window)
     got = dense(case, mask, rows_of(device), splits=2)
     assert relative_error(got, case.reference(mask)) < 2e-6
 

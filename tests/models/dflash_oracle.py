@@ -22,7 +22,9 @@ class Oracle:
     theta: float
     eps: float
     windows: tuple[int | None, ...]  # sliding window, including the current token
-    sliding_block: bool = False  # sliding layers: the window before the block, and the whole block
+    # Sliding layers: causal, or the "row": |q - kv| < window, or the "block": the whole block, and
+    # the window before it for all rows.
+    sliding: str = "causal"
     causal: bool = False  # full layers: a token of a block does not see those after it
     value_scale: float = 1.0
 
@@ -50,7 +52,9 @@ class Oracle:
         if window is None:
             seen = torch.ones(q_len, start + q_len, dtype=torch.bool)
             return seen & (kv <= q) if self.causal else seen
-        if self.sliding_block:
+        if self.sliding == "row":
+            return (q - kv).abs() < window
+        if self.sliding == "block":
             return (kv >= start - window).expand(q_len, -1)
         return (kv <= q) & (kv > q - window)
 

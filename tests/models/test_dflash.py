@@ -172,7 +172,12 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
     ),
     "z-lab-not-causal": (
         zlab(SLIDING_ZLAB, causal=False),
-        {"windows": WINDOWS, "sliding_block": True},
+        {"windows": WINDOWS, "sliding": "row"},
+        False,
+    ),
+    "z-lab-window-within-the-block": (
+        {**SLIDING_ZLAB, "sliding_window": 3, "is_causal": False},
+        {"windows": (3, None, 3), "sliding": "row"},
         False,
     ),
     "z-lab-use-swa": (
@@ -192,7 +197,7 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
     "speculators-sliding": (SLIDING_SPECULATORS, {"windows": WINDOWS}, False),
     "speculators-sliding-non-causal": (
         {**SLIDING_SPECULATORS, "sliding_window_non_causal": True},
-        {"windows": WINDOWS, "sliding_block": True},
+        {"windows": WINDOWS, "sliding": "block"},
         False,
     ),
 }
@@ -261,7 +266,7 @@ def test_no_context_and_a_shorter_block(case: Case) -> None:
 def test_draft_window(tmp_path: Path) -> None:
     """`--speculative-draft-window-size`: full layers use that much context and the whole block."""
     weights = random_weights()
-    expected = oracle(weights, windows=(6,) * LAYERS, sliding_block=True)
+    expected = oracle(weights, windows=(6,) * LAYERS, sliding="block")
     case = Case.of(write(tmp_path, ZLAB, weights), expected, window=6)
     case.observe([aux_states(20)])
     got = case.loop.fixed([20], embeddings())
@@ -280,8 +285,12 @@ def test_layer_masks() -> None:
     assert sliding.layer_masks(9) == (own, LayerMask(block, 9), own)
     assert sliding.layer_masks(6)[0] == LayerMask(causal, 6)
     free = parse_dflash_config({**SLIDING_SPECULATORS, "sliding_window_non_causal": True})
-    near = LayerMask(block, WINDOW)
-    assert free.layer_masks() == (near, LayerMask(block), near)
+    before = LayerMask(block, WINDOW)
+    assert free.layer_masks() == (before, LayerMask(block), before)
+    free = parse_dflash_config({**SLIDING_ZLAB, "is_causal": False})
+    around, shorter = (LayerMask(Mask.SLIDING_BLOCK, window) for window in (WINDOW, 6))
+    assert free.layer_masks() == (around, LayerMask(block), around)
+    assert free.layer_masks(6) == (shorter, LayerMask(block, 6), shorter)
 
 
 def test_both_formats_give_the_same_config() -> None:

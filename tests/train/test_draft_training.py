@@ -104,6 +104,7 @@ def test_hidden_states_are_those_of_each_document_alone(tmp_path: Path) -> None:
 
 
 KINDS = [LayerMask(mask, window) for mask in (Mask.BLOCK, Mask.CAUSAL) for window in (None, 7)]
+KINDS += [LayerMask(Mask.SLIDING_BLOCK, window) for window in (3, 20)]
 
 
 @pytest.mark.covering(0)
@@ -119,6 +120,17 @@ def test_flex_attention_sees_what_the_dense_mask_shows(kind: LayerMask) -> None:
     blocks = create_block_mask(seen, 2, None, 128, 256, device="cpu")
     flex = flex_attention(q, k, v, block_mask=blocks, scale=0.25, enable_gqa=True)
     torch.testing.assert_close(flex, dense, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [3, 20])
+def test_a_sliding_block_sees_what_is_near(window: int) -> None:
+    places = BlockPlaces(torch.zeros(1, 1).long(), torch.full((1, 1), 25), 5, 32)
+    seen = blocks_after_context(places, LayerMask(Mask.SLIDING_BLOCK, window))
+    mask = make_mask(seen, MaskShape(1, 5, 37, CPU))
+    assert isinstance(mask, Tensor)
+    near = (torch.arange(25, 30)[:, None] - torch.arange(30)).abs() < window
+    assert torch.equal(torch.cat((mask[0, 0, :, :25], mask[0, 0, :, 32:]), 1), near)
+    assert not mask[0, 0, :, 25:32].any()
 
 
 def test_anchors_and_labels() -> None:

@@ -14,6 +14,7 @@ class Mask(Enum):
 
     CAUSAL = "causal"  # a token at position p sees positions <= p
     BLOCK = "block"  # every token of a request's block sees the context and the whole block
+    SLIDING_BLOCK = "sliding block"  # the same within a window around the token
     CUSTOM = "custom"  # a tree: the context and its ancestors
 
 
@@ -23,7 +24,8 @@ class LayerMask:
 
     `window` counts positions. CAUSAL: a token at p sees (p - window, p], so the window holds the
     token itself, as in Hugging Face. BLOCK: the context is cut to the `window` positions before the
-    block; the block itself is always seen whole.
+    block; the block itself is always seen whole. SLIDING_BLOCK, always with a window: a token at p
+    sees (p - window, p + window).
     """
 
     mask: Mask = Mask.CAUSAL

@@ -27,8 +27,11 @@ from forerun.attention.paged import PagedBackend, SlotPlan, chunk_kv_slots, step
 from forerun.kernels.attention.paged_kv import PagedKV
 from forerun.kernels.cpu import library
 from forerun.kernels.cpu.attention import (
+    BLOCK,
+    CAUSAL,
     MAX_GROUP,
     MAX_HEAD_DIM,
+    SLIDING_BLOCK,
     QueryTokens,
     Scores,
     kv_norm_rope_write,
@@ -39,6 +42,7 @@ from forerun.kernels.elementwise.qk_norm_rope import RopePositions
 from forerun.kvcache.layouts import LatentKV
 
 DTYPES = (torch.float32, torch.bfloat16)
+KINDS = {Mask.CAUSAL: CAUSAL, Mask.BLOCK: BLOCK, Mask.SLIDING_BLOCK: SLIDING_BLOCK}
 
 
 @dataclass
@@ -52,7 +56,7 @@ class CpuAttention(PagedBackend):
     name = "cpu"
     capabilities = Capabilities(
         devices=frozenset({"cpu"}),
-        windows=frozenset({Mask.CAUSAL, Mask.BLOCK}),
+        windows=frozenset({Mask.CAUSAL, Mask.BLOCK, Mask.SLIDING_BLOCK}),
         head_dims=range(2, MAX_HEAD_DIM + 1, 2),
         dtypes=DTYPES,
         kv_dtypes=DTYPES,
@@ -130,11 +134,12 @@ class CpuAttention(PagedBackend):
 
     def attend(self, plan: Plan, layer: int, spec: AttentionSpec, q: Tensor) -> Tensor:
         assert isinstance(plan, CpuPlan)
-        batch, tokens, block = plan.batch, plan.tokens, spec.mask.mask is Mask.BLOCK
+        batch, tokens, mask = plan.batch, plan.tokens, spec.mask
         kv = PagedKV(self.pools.k(layer), self.pools.v(layer), batch.page_table, batch.start)
-        if block and tokens.tree is not None:
+        if mask.mask is not Mask.CAUSAL and tokens.tree is not None:
             tokens = replace(tokens, tree=None)
-        scores = Scores(spec.scale, block, spec.mask.window, spec.logit_softcap, spec.sinks)
+        kind = KINDS[mask.mask]
+        scores = Scores(spec.scale, kind, mask.window, spec.logit_softcap, spec.sinks)
         return paged_attention(q, kv, tokens, scores)
 
     def attend_latent(self, plan: Plan, layer: int, spec: AttentionSpec, q: Tensor) -> Tensor:

@@ -248,8 +248,9 @@ class Fa3(FlashBackend):
     capabilities = Capabilities(
         devices=frozenset({"cuda"}),
         archs=frozenset({"sm_90"}),
-        masks=frozenset({Mask.CAUSAL, Mask.BLOCK}),
-        windows=frozenset({Mask.CAUSAL}),  # its window moves with the token, a block's does not
+        masks=frozenset({Mask.CAUSAL, Mask.BLOCK, Mask.SLIDING_BLOCK}),
+        # Its window moves with the token; that before a block does not.
+        windows=frozenset({Mask.CAUSAL, Mask.SLIDING_BLOCK}),
         dtypes=(torch.float16, torch.bfloat16),
         page_sizes=(1, 2, 4, 8, 16, 32, 64, 128),
         mla=True,

@@ -81,8 +81,8 @@ class Fa4(FlashBackend):
     capabilities = Capabilities(
         devices=frozenset({"cuda"}),
         archs=ARCHS,
-        masks=frozenset({Mask.CAUSAL, Mask.BLOCK}),
-        windows=frozenset({Mask.CAUSAL}),
+        masks=frozenset({Mask.CAUSAL, Mask.BLOCK, Mask.SLIDING_BLOCK}),
+        windows=frozenset({Mask.CAUSAL, Mask.SLIDING_BLOCK}),
         dtypes=(torch.float16, torch.bfloat16),
         page_sizes=(64, 128),
         mla=True,

@@ -34,6 +34,9 @@ class FlashMask:
     @classmethod
     def of(cls, mask: LayerMask) -> FlashMask:
         """BLOCK sees everything, which includes the whole block."""
+        if mask.mask is Mask.SLIDING_BLOCK:
+            assert mask.window is not None
+            return cls(False, (mask.window - 1, mask.window - 1))
         if mask.mask is Mask.BLOCK:
             assert mask.window is None
             return cls(causal=False)

@@ -180,6 +180,10 @@ def _mask(seg: _Segment, mask: LayerMask, length: int, dtype: torch.dtype) -> Te
     if mask.mask is Mask.BLOCK:
         seen = (kv < start + seg.q_len).expand(-1, seg.q_len, -1)
         oldest = start if mask.window is None else start - mask.window
+    elif mask.mask is Mask.SLIDING_BLOCK:
+        assert mask.window is not None
+        seen = (kv < start + seg.q_len) & (kv < last + mask.window)
+        oldest = last - mask.window + 1
     else:
         seen = kv <= last
         oldest = last if mask.window is None else last - mask.window + 1

@@ -29,7 +29,14 @@ from forerun.attention.paged import (
     chunk_kv_slots,
     step_kv_slots,
 )
-from forerun.kernels.attention.decode import BLOCK, CAUSAL, TREE, MaskSpec, paged_attention
+from forerun.kernels.attention.decode import (
+    BLOCK,
+    CAUSAL,
+    SLIDING_BLOCK,
+    TREE,
+    MaskSpec,
+    paged_attention,
+)
 from forerun.kernels.attention.fixed_order import (
     TreePaths,
     fixed_order_attention,
@@ -68,7 +75,12 @@ from forerun.kernels.runtime.gpu import gpu_of, have_triton
 from forerun.kvcache.layouts import LatentKV, PagedLayout
 from forerun.platform.device import upload
 
-MASKS = {Mask.CAUSAL: CAUSAL, Mask.BLOCK: BLOCK, Mask.CUSTOM: TREE}
+MASKS = {
+    Mask.CAUSAL: CAUSAL,
+    Mask.BLOCK: BLOCK,
+    Mask.SLIDING_BLOCK: SLIDING_BLOCK,
+    Mask.CUSTOM: TREE,
+}
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 512
 MAX_LATENT, MAX_ROPE = 512, 128  # values of a latent row that MLA kernels take
@@ -132,6 +144,8 @@ class TritonAttention(PagedBackend):
             reasons.append("its latent (MLA) attention has no logit soft-cap")
         if need.mla and any(m.mask is Mask.CUSTOM and m.window is not None for m in need.masks):
             reasons.append("in its latent (MLA) attention trees have no window")
+        if need.mla and any(m.mask is Mask.SLIDING_BLOCK for m in need.masks):
+            reasons.append("its latent (MLA) attention has no sliding block mask")
         rope_dim = need.head_dim - need.latent_dim
         if need.mla and not need.dense and (need.latent_dim > MAX_LATENT or rope_dim > MAX_ROPE):
             reasons.append(

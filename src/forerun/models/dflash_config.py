@@ -51,6 +51,9 @@ class DFlashConfig(DraftConfig):
     # Per layer: tokens of a block see those before them in it, and not all of it.
     causal: tuple[bool, ...]
     windows: tuple[int | None, ...]  # per layer, as in `ModelConfig`
+    # A window of layers that are not causal lies before the block, for all its tokens; else it is
+    # around each token.
+    windows_before_block: bool = False
     value_scale: float = 1.0  # values are multiplied by it, of context and block
     sinks: tuple[bool, ...] = ()  # per layer: a logit per head without a value
     convolution: ConvolutionConfig | None = None  # around the sublayers, over a block's rows
@@ -104,7 +107,8 @@ class DFlashConfig(DraftConfig):
         masks = []
         for causal, trained in zip(self.causal, self.windows, strict=True):
             limits = [size for size in (trained, window) if size is not None]
-            kind = Mask.CAUSAL if causal else Mask.BLOCK
+            around = trained is not None and not self.windows_before_block
+            kind = Mask.CAUSAL if causal else Mask.SLIDING_BLOCK if around else Mask.BLOCK
             masks.append(LayerMask(kind, min(limits, default=None)))
         return tuple(masks)
 
@@ -173,6 +177,7 @@ def parse_dflash_config(raw: Mapping[str, Any], where: str = "config") -> DFlash
         sample_from_anchor=_predicts_from_anchor(read, keys, head, where),
         causal=_causal(read, windows, convolution, head),
         windows=windows,
+        windows_before_block=outer.speculators_model_type is not None,
         value_scale=read.attention_value_scale or 1.0,
         sinks=_sinks(read, windows),
         convolution=convolution,

@@ -95,7 +95,7 @@ def blocks_after_context(places: BlockPlaces, layer: LayerMask) -> Seen:
     it, where the layer is causal. Windows are those of serving (`attention/torch_native.py`).
     """
     first, anchors, rows, length = places.first, places.anchors, places.rows, places.length
-    causal, window = layer.mask is not Mask.BLOCK, layer.window
+    causal, window = layer.mask is Mask.CAUSAL, layer.window
 
     def seen(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         block, row = q // rows, q % rows
@@ -105,10 +105,10 @@ def blocks_after_context(places: BlockPlaces, layer: LayerMask) -> Seen:
         if causal:
             own = own & ((kv - length) % rows <= row)
         if window is not None:
-            oldest = anchor + row - window + 1 if causal else anchor - window
+            oldest = anchor - window if layer.mask is Mask.BLOCK else anchor + row - window + 1
             context = context & (kv >= oldest)
-            if causal:
-                own = own & (anchor + (kv - length) % rows >= oldest)
+            if layer.mask is not Mask.BLOCK:
+                own = own & (((kv - length) % rows - row).abs() < window)
         return context | own
 
     return seen

@@ -29,7 +29,7 @@ from forerun.kernels.runtime.jit import triton, use_triton
 from forerun.kernels.runtime.pdl import pdl_options
 from forerun.kernels.speculation.tree import unpack_bits
 
-CAUSAL, BLOCK, TREE = 0, 1, 2  # the masks, as kernels know them
+CAUSAL, BLOCK, TREE, SLIDING_BLOCK = 0, 1, 2, 3  # the masks, as kernels know them
 LOG2E = math.log2(math.e)
 PREFETCH_LEN = 128  # positions whose K/V a CTA prefetches into L2 while it waits
 MIN_SM90_CONTEXT = 16384  # positions that a request may have, from which on `decode_sm90.py` serves
@@ -41,10 +41,11 @@ class MaskSpec:
     """Which positions a query token attends to; `start` is the position of the first one.
 
     CAUSAL: a token at p attends to (p - window, p]. BLOCK: to the last `window` positions before
-    `start` and to all query tokens of the request. TREE: to all positions before `start`, and to
-    the query tokens whose bits are set; with a window, of these to the last `window` positions,
-    itself included, where a token with n ancestors stands at `start` + n. Besides, every token of a
-    head attends to the head's sink, a score without a value (gpt-oss).
+    `start` and to all query tokens of the request. SLIDING_BLOCK, always with a window: to the
+    context and all query tokens of the request within (p - window, p + window). TREE: to all
+    positions before `start`, and to the query tokens whose bits are set; with a window, of these to
+    the last `window` positions, itself included, where a token with n ancestors stands at `start` +
+    n. Besides, every token of a head attends to the head's sink, a score without a value (gpt-oss).
     """
 
     mask: int = CAUSAL
@@ -75,9 +76,9 @@ class MaskSpec:
 
     @property
     def needs_triton(self) -> bool:
-        """Whether only the Triton kernel for few tokens has it."""
+        """Whether only the Triton kernels have it."""
         tree = self.mask == TREE and (self.window is not None or self.tree_words > 1)
-        return self.softcap is not None or tree
+        return self.softcap is not None or tree or self.mask == SLIDING_BLOCK
 
 
 def paged_attention(
@@ -280,7 +281,10 @@ def _mask_ref(start: Tensor, q_len: int, kv_len: int, mask: MaskSpec) -> Tensor:
         stands = torch.where(offset < 0, position, begin + of_position)
         return seen & (stands >= begin + depth.unsqueeze(2) - mask.window)
     oldest = begin if mask.mask == BLOCK else last + 1
-    seen = position < begin + q_len if mask.mask == BLOCK else position <= last
+    seen = position <= last if mask.mask == CAUSAL else position < begin + q_len
+    if mask.mask == SLIDING_BLOCK:
+        assert mask.window is not None
+        seen = seen & (position < last + mask.window)
     if mask.window is not None:
         seen = seen & (position >= oldest - mask.window)
     return seen.expand(-1, q_len, -1)

@@ -26,6 +26,10 @@ def attends(
         visible = (position < start + q_len)[None, :] & (token >= 0)[:, None]
         if WINDOW >= 0:
             visible = visible & (position >= start - WINDOW)[None, :]
+    elif MASK == 3:
+        distance = position[None, :] - (start + token)[:, None]
+        near = (distance > -WINDOW) & (distance < WINDOW)
+        visible = near & (position < start + q_len)[None, :]
     else:
         offset = position - start  # the query token at this position, where >= 0
         context = (offset < 0)[None, :]
@@ -245,7 +249,7 @@ def decode_attention_kernel(
     low = start * 0  # the oldest position that a row of the tile attends to
     if WINDOW >= 0:
         low = start - WINDOW
-        if MASK == 0:
+        if MASK == 0 or MASK == 3:
             low += (tile * BLOCK_M) // GROUP + 1
         low = tl.minimum(tl.maximum(low, 0), start)
     base = low // BLOCK_N

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from forerun.kernels.attention import prefill_sm90
 from forerun.kernels.attention.decode import (
-    CAUSAL,
+    TREE,
     MaskSpec,
     needs_int64_offsets,
     paged_attention_ref,
@@ -59,7 +59,7 @@ def prefill_attention(
         spans: (start, tokens) of each request, on the host.
         tile_map: from `build_tile_map` with `prefill_tile_config(...).block_m // group` tokens per
             tile, whichever kernel runs; the reference implementation needs none.
-        mask: causal, or the whole chunk as one block.
+        mask: causal, or the whole chunk as one block, sliding or not.
         scale: of the scores, positive.
         config: the Triton kernel with this tile, instead of the fastest kernel and its tile.
 
@@ -72,7 +72,7 @@ def prefill_attention(
     gpu, rows = gpu_of(q.device), tile_map.tokens_per_tile * (heads // kv.num_kv_heads)
     out = torch.empty((total, heads, dim), dtype=q.dtype, device=q.device)
     need = gpu, q.dtype, kv.k.dtype, dim, kv.page_size
-    plain = mask.sinks is None and mask.softcap is None
+    plain = mask.sinks is None and not mask.needs_triton
     if config is None and plain and prefill_sm90.why_unfit(*need) is None:
         assert rows <= prefill_sm90.BLOCK_M, "a tile has no room for its heads"
         prefill_sm90.launch(q, kv, tile_map, mask, scale, out)
@@ -131,6 +131,11 @@ def _prefill_attention_kernel(
         if WINDOW >= 0:
             low = tl.maximum(start + first_token - WINDOW + 1, 0)
             clear = tl.maximum(start + last_token - WINDOW + 1, 0)
+    elif MASK == 3:
+        full = tl.minimum(start + first_token + WINDOW, high)
+        high = tl.minimum(start + last_token + WINDOW, high)
+        low = tl.maximum(start + first_token - WINDOW + 1, 0)
+        clear = tl.maximum(start + last_token - WINDOW + 1, 0)
     elif WINDOW >= 0:
         low = tl.maximum(start - WINDOW, 0)
         clear = low
@@ -168,7 +173,7 @@ def prefill_attention_ref(
     q: Tensor, kv: PagedKV, spans: Spans, mask: MaskSpec, scale: float
 ) -> Tensor:
     """Reference implementation of `prefill_attention`: one request after the other."""
-    assert mask.mask in (CAUSAL, 1)
+    assert mask.mask != TREE
     parts, first = [], 0
     for i, (begin, count) in enumerate(spans):
         used = -(-(begin + count) // kv.page_size)

@@ -21,6 +21,7 @@ constexpr int BLOCK = 32;          // positions
 constexpr int64_t PART = 1024;     // positions of a work item
 constexpr int MAX_ROWS = 32;       // query tokens times heads of a tile
 constexpr int VECTORS = BLOCK / LANES;
+enum Mask : int32_t { CAUSAL_MASK, BLOCK_MASK, SLIDING_BLOCK_MASK };  // `LayerMask` tells them
 
 // In Python: `_Attention` in attention.py.
 struct Attention {
@@ -36,7 +37,7 @@ struct Attention {
     int64_t batch, q_len, heads, kv_heads, dim, page_size, page_stride;
     int64_t window;     // 0: none
     float scale, softcap;  // softcap 0: none
-    int32_t block_mask;    // every token sees all tokens of its request
+    int32_t mask;  // a `Mask`; a tree replaces the causal one
     int32_t bfloat16_q, bfloat16_pool;
 };
 
@@ -57,16 +58,18 @@ inline const int64_t* tree_row(const Attention& a, const Tile& tile, int64_t tok
 }
 
 inline Span span_of(const Attention& a, const Tile& tile, int64_t token) {
-    if (a.block_mask)
-        return {a.window ? std::max<int64_t>(0, tile.start - a.window) : 0,
-                tile.start + tile.length};
+    const int64_t position = tile.start + token, end = tile.start + tile.length;
+    if (a.mask == BLOCK_MASK)
+        return {a.window ? std::max<int64_t>(0, tile.start - a.window) : 0, end};
+    if (a.mask == SLIDING_BLOCK_MASK)
+        return {std::max<int64_t>(0, position - a.window + 1),
+                std::min<int64_t>(end, position + a.window)};
     if (a.tree != nullptr) {
         int64_t seen = 0;  // of the tree
         for (int64_t w = 0; w < (a.q_len + 63) / 64; w++)
             seen += __builtin_popcountll(uint64_t(tree_row(a, tile, token)[w]));
         return {0, tile.start + seen};
     }
-    const int64_t position = tile.start + token;
     return {a.window ? std::max<int64_t>(0, position - a.window + 1) : 0, position + 1};
 }
 

@@ -19,6 +19,7 @@ from forerun.kernels.elementwise.qk_norm_rope import HeadNorms, RopePositions
 
 MAX_GROUP = 32  # query heads that share a K/V head
 MAX_HEAD_DIM = 1024
+CAUSAL, BLOCK, SLIDING_BLOCK = 0, 1, 2  # the masks, as in attention.cpp
 
 
 class _RopeWrite(ctypes.Structure):
@@ -62,7 +63,7 @@ class _Attention(ctypes.Structure):
         ),
         ("scale", c_float),
         ("softcap", c_float),
-        ("block_mask", c_int32),
+        ("mask", c_int32),
         ("bfloat16_q", c_int32),
         ("bfloat16_pool", c_int32),
     )  # fmt: skip
@@ -141,7 +142,7 @@ class Scores:
     """What is done to scores, and which are masked; as `AttentionSpec`."""
 
     scale: float
-    block_mask: bool = False  # every token sees all tokens of its request
+    mask: int = CAUSAL
     window: int | None = None
     softcap: float | None = None
     sinks: Tensor | None = None  # [Hq] float32
@@ -150,8 +151,7 @@ class Scores:
 def paged_attention(q: Tensor, kv: PagedKV, tokens: QueryTokens, scores: Scores) -> Tensor:
     """q [T, Hq, D] against K/V pages -> [T, Hq, D].
 
-    Without a tree or `block_mask`, a token sees the positions up to its own. A window counts
-    positions, as in `LayerMask`; trees have none.
+    Masks and windows are those of `LayerMask`; a tree replaces CAUSAL, and has no window.
     """
     q = q.contiguous()
     out = torch.empty_like(q)
@@ -162,7 +162,7 @@ def paged_attention(q: Tensor, kv: PagedKV, tokens: QueryTokens, scores: Scores)
         out.data_ptr(),
         kv.start.shape[0], tokens.q_len, q.shape[1], kv.num_kv_heads, q.shape[2], kv.page_size,
         kv.page_table.stride(0), scores.window or 0,
-        scores.scale, scores.softcap or 0.0, scores.block_mask,
+        scores.scale, scores.softcap or 0.0, scores.mask,
         q.dtype == torch.bfloat16, kv.k.dtype == torch.bfloat16,
     )  # fmt: skip
     call("forerun_attention", ctypes.addressof(arguments), keep=arguments)

@@ -17,6 +17,7 @@ from forerun.models.further_layers import COUNT
 from forerun_train.trainer.options import TrainOptions
 
 DEFAULT_FEATURES = 5  # layers of the target that a draft reads
+PARTIAL = ("partial_rotary_factor", "rope_dim")  # keys of a rope that rotates part of a head
 CONVOLUTION = {"conv_kernel_size": 2, "conv_group_size": 16}
 
 
@@ -174,5 +175,5 @@ def _rope(target: ModelConfig) -> dict[str, Any]:
     """The target's rotary embedding where all of a head is rotated, else a plain one."""
     stated = target.raw.get("rope_parameters")
     if isinstance(stated, Mapping) and "rope_type" in stated and target.rope.scaling != "yarn":
-        return {k: v for k, v in stated.items() if k != "partial_rotary_factor"}
+        return {k: v for k, v in stated.items() if k not in PARTIAL}
     return {"rope_type": "default", "rope_theta": target.rope.theta}
