@@ -27,17 +27,26 @@ class Oracle:
     sliding: str = "causal"
     causal: bool = False  # full layers: a token of a block does not see those after it
     value_scale: float = 1.0
+    thetas: tuple[float | None, ...] = ()  # of layers that differ; None: without positions
+    rotated: int | None = None  # dims of a head, the first ones; None: all
+    interleaved: bool = False  # neighbouring dims are rotated, not halves
 
     def rms(self, x: Tensor, name: str) -> Tensor:
         return x * (x.pow(2).mean(-1, keepdim=True) + self.eps).rsqrt() * self.weights[name]
 
-    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+    def rotate(self, x: Tensor, positions: Tensor, layer: int) -> Tensor:
         """x [heads, n, D]."""
-        speed = self.theta ** (-torch.arange(0, self.dim, 2, dtype=torch.float64) / self.dim)
+        theta = self.thetas[layer] if self.thetas else self.theta
+        if theta is None:
+            return x
+        dims = self.rotated or self.dim
+        speed = theta ** (-torch.arange(0, dims, 2, dtype=torch.float64) / dims)
         angle = positions.double()[:, None] * speed  # [n, D/2]
         cos, sin = angle.cos().float(), angle.sin().float()
-        a, b = x.chunk(2, -1)
-        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+        part, rest = x[..., :dims], x[..., dims:]
+        a, b = (part[..., ::2], part[..., 1::2]) if self.interleaved else part.chunk(2, -1)
+        turned = torch.stack((a * cos - b * sin, b * cos + a * sin), -1 if self.interleaved else -2)
+        return torch.cat((turned.flatten(-2), rest), -1)
 
     def project(self, x: Tensor, layer: int, name: str, heads: int) -> Tensor:
         p = f"layers.{layer}.self_attn.{name}_proj."
@@ -67,7 +76,7 @@ class Oracle:
         k = self.project(c, layer, "k", self.kv_heads)
         k = self.rms(k, f"layers.{layer}.self_attn.k_norm.weight")
         v = self.project(c, layer, "v", self.kv_heads) * self.value_scale
-        return self.rotate(k, torch.arange(len(c))), v
+        return self.rotate(k, torch.arange(len(c)), layer), v
 
     def block(self, x: Tensor, aux: Tensor) -> Tensor:
         """Embedded block x [B, H] after aux hidden states [start, n·H]; hidden states [B, H]."""
@@ -80,11 +89,11 @@ class Oracle:
             k = self.rms(self.project(y, i, "k", self.kv_heads), name + "self_attn.k_norm.weight")
             v = self.project(y, i, "v", self.kv_heads) * self.value_scale
             past_k, past_v = self.context_kv(aux, i)
-            k = torch.cat((past_k, self.rotate(k, positions)), 1)
+            k = torch.cat((past_k, self.rotate(k, positions, i)), 1)
             v = torch.cat((past_v, v), 1)
             group = self.heads // self.kv_heads
             k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
-            scores = self.rotate(q, positions) @ k.transpose(1, 2) / self.dim**0.5
+            scores = self.rotate(q, positions, i) @ k.transpose(1, 2) / self.dim**0.5
             scores = scores.masked_fill(~self.seen(i, start, q_len), -torch.inf)
             sinks = self.weights.get(f"{name}self_attn.attention_sink_bias")
             if sinks is not None:  # as one more key, whose value is 0

@@ -31,6 +31,16 @@ class Oracle:
     norm_before_residual: bool = False
     norm_output: bool = False
     aux: int = 3
+    thetas: tuple[float, ...] = ()  # of layers whose RoPE differs
+
+    def rope(self, x: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """cos and sin of positions 0 … n - 1."""
+        config = self.config
+        if self.thetas:
+            own = {"rope_type": "default", "rope_theta": self.thetas[layer]}
+            config = LlamaConfig(**{**config.to_dict(), "rope_parameters": own})
+        cos, sin = LlamaRotaryEmbedding(config)(x, torch.arange(len(x))[None])
+        return cos, sin
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         norm = LlamaRMSNorm(x.shape[-1], self.config.rms_norm_eps)
@@ -64,8 +74,7 @@ class Oracle:
         residual = normed if self.norm_before_residual else h
         x = torch.cat((embedded, normed), -1)
         q, k, v = (self.heads(x, name) for name in "qkv")
-        cos, sin = LlamaRotaryEmbedding(self.config)(x, torch.arange(n)[None])
-        q, k = apply_rotary_pos_emb(q, k, cos, sin)
+        q, k = apply_rotary_pos_emb(q, k, *self.rope(x, 0))
         group = self.config.num_attention_heads // self.config.num_key_value_heads
         k, v = repeat_kv(k, group), repeat_kv(v, group)
         scores = q @ k.transpose(2, 3) / self.config.head_dim**0.5
@@ -80,7 +89,7 @@ class Oracle:
         mlp.load_state_dict(names)
         residual = residual + mlp(self.norm(residual, p + "post_attention_layernorm"))
         for i in range(1, self.config.num_hidden_layers):
-            residual = self.ordinary_layer(i, residual, (cos, sin))
+            residual = self.ordinary_layer(i, residual, self.rope(x, i))
         last = self.norm(residual, "norm")
         return last, last if self.norm_output else residual
 

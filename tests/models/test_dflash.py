@@ -193,6 +193,22 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
         {"windows": WINDOWS, "value_scale": 0.7},
         True,
     ),
+    "z-lab-rope-of-each-type": (
+        {
+            **SLIDING_ZLAB,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+                "full_attention": {"rope_type": "default", "rope_theta": 100000.0},
+            },
+        },
+        {"windows": WINDOWS, "thetas": (100.0, 100000.0, 100.0)},
+        False,
+    ),
+    "z-lab-layer-without-rope": (
+        {**ZLAB, "no_rope_layers": [1, 0, 1]},
+        {"thetas": (10000.0, None, 10000.0)},
+        False,
+    ),
     "speculators": (SPECULATORS, {}, False),
     "speculators-sliding": (SLIDING_SPECULATORS, {"windows": WINDOWS}, False),
     "speculators-sliding-non-causal": (
@@ -254,6 +270,31 @@ def test_blocks_of_two_requests(case: Case) -> None:
     got = case.loop.fixed(lengths, torch.cat(x))
     for i, n in enumerate(lengths):
         close(got[i * BLOCK : (i + 1) * BLOCK], case.oracle.block(x[i], given[i][:n]))
+
+
+ROTARY: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"partial_rotary_factor": 0.5}, {"rotated": 8}),
+    ({"rope_parameters": {"rope_theta": 1e4, "rope_dim": 6}}, {"rotated": 6}),
+    ({"rope_scaling": {"rope_type": "default", "rope_dim": 16}}, {}),
+    ({"is_neox_style": False}, {"interleaved": True}),
+    (
+        {"rope_is_neox_style": False, "partial_rotary_factor": 0.25},
+        {"interleaved": True, "rotated": 4},
+    ),
+    ({"is_neox_style": True}, {}),
+]
+
+
+@pytest.mark.parametrize(("keys", "changes"), ROTARY)
+def test_which_dims_are_rotated(
+    tmp_path: Path, keys: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    weights = random_weights(bias=True)
+    folder = write(tmp_path, {**ZLAB, "attention_bias": True, **keys}, weights)
+    case = Case.of(folder, oracle(weights, **changes))
+    case.observe([aux_states(20)])
+    got = case.loop.fixed([20], embeddings())
+    close(got, case.oracle.block(embeddings(), aux_states(20)))
 
 
 def test_no_context_and_a_shorter_block(case: Case) -> None:
@@ -674,7 +715,16 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "unknown key": (zlab(hyper_gate=True), "dflash_config has the unknown 'hyper_gate'"),
     "unknown class": ({**ZLAB, "architectures": ["JetDraftModel"]}, "'JetDraftModel' is not known"),
-    "rope": ({**ZLAB, "is_neox_style": False}, "is_neox_style False is not supported"),
+    "two rope styles": (
+        zlab({**ZLAB, "is_neox_style": False}, rope_is_neox_style=True),
+        "is_neox_style False and rope_is_neox_style True",
+    ),
+    "odd rope": ({**ZLAB, "rope_scaling": {"rope_dim": 5}}, "rotates 5 dims"),
+    "wide rope": ({**ZLAB, "rope_scaling": {"rope_dim": 32}}, "rope_dim 32 does not fit head_dim"),
+    "two ropes": (
+        {**ZLAB, "partial_rotary_factor": 0.5, "rope_scaling": {"rope_dim": 4}},
+        "rope_dim 4 does not fit head_dim 16 and partial_rotary_factor 0.5",
+    ),
     "norms": (zlab(use_gemma_norm=True), "use_gemma_norm True is not supported"),
     "value scale": (zlab(attention_value_scale="half"), "attention_value_scale is 'half'"),
     "swa": (zlab(use_swa=True), r"no sliding_window \(swa_window_size\)"),

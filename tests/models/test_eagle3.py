@@ -75,6 +75,19 @@ FORMS: dict[str, tuple[dict[str, Any], str]] = {
     "speculators-normed": ({**SPECULATORS, **NEW}, "layers.0."),
     "speculators-qwen3": ({**QWEN, "norm_before_residual": True}, "layers.0."),
     "three-layers": ({**SPECFORGE, "num_hidden_layers": 3}, "midlayer."),
+    "rope-of-each-type": (
+        {
+            **SPECFORGE,
+            "num_hidden_layers": 3,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "sliding_window": 64,  # longer than the texts
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 100000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+        "midlayer.",
+    ),
     "qwen3-two-layers": (
         {**QWEN, "transformer_layer_config": {**QWEN_LAYER, "num_hidden_layers": 2}},
         "layers.0.",
@@ -143,12 +156,14 @@ def expected(config: dict[str, Any], prefix: str, weights: dict[str, Tensor]) ->
     shape = {k: layer[k] for k in LAYER if k not in ("model_type", "rope_theta")}
     shape["attn_implementation"] = "eager"
     rope = layer.get("rope_scaling") or {"rope_type": "default", "rope_theta": layer["rope_theta"]}
+    thetas = [layer["rope_parameters"][kind]["rope_theta"] for kind in layer.get("layer_types", ())]
     return Oracle(
         weights,
         LlamaConfig(**shape, rope_parameters=rope),
         prefix,
         bool(config.get("norm_before_residual")),
         bool(config.get("norm_output")),
+        thetas=tuple(thetas),
     )
 
 

@@ -186,6 +186,11 @@ class RopeInput(Protocol):
         """Returns the input of the first `count` tokens."""
 
 
+def all_alike(ropes: Sequence[RopeInput]) -> bool:
+    """Whether layers with these have the same tables, as kernels over many layers need."""
+    return all(rope is ropes[0] for rope in ropes)
+
+
 class QKNormRope(ABC):
     """What lies between the QKV GEMM and the pool: norms over heads, and RoPE.
 
@@ -218,7 +223,7 @@ class KVNormRope(ABC):
     norms: HeadNorms | None  # k: [L, D]
 
     @abstractmethod
-    def split(self, kv: Tensor, rope: RopeInput) -> list[tuple[Tensor, Tensor]]:
+    def split(self, kv: Tensor, ropes: Sequence[RopeInput]) -> list[tuple[Tensor, Tensor]]:
         """(k, v) [T, Hkv, D] of every layer."""
 
 
@@ -314,15 +319,15 @@ class AttentionBackend(ABC):
         plan: Plan,
         kv: Tensor,
         norm_rope: KVNormRope,
-        rope: RopeInput,
+        ropes: Sequence[RopeInput],
         num_committed: Tensor | None,
     ) -> None:
-        """Norms and rotates k of every layer, stores k and v.
+        """Norms and rotates k of every layer, by its own of `ropes`; stores k and v.
 
         `num_committed` [B] int32: how many of each request's tokens will be read again; a backend
         may leave out the rest. None: all.
         """
-        for layer, (k, v) in enumerate(norm_rope.split(kv, rope)):
+        for layer, (k, v) in enumerate(norm_rope.split(kv, ropes)):
             self.write(plan, layer, k, v)
 
     @abstractmethod
@@ -473,7 +478,7 @@ class AttentionContext:
         self,
         kv: Tensor,
         norm_rope: KVNormRope,
-        rope: RopeInput,
+        ropes: Sequence[RopeInput],
         num_committed: Tensor | None = None,
     ) -> None:
         """K/V of every layer at once; see `AttentionBackend.rope_write_layers`.
@@ -482,4 +487,4 @@ class AttentionContext:
         """
         if self.batch.rows is not None:
             num_committed = None
-        self.backend.rope_write_layers(self.plan, kv, norm_rope, rope, num_committed)
+        self.backend.rope_write_layers(self.plan, kv, norm_rope, ropes, num_committed)

@@ -7,6 +7,7 @@ steps agree to the last bit.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,6 +22,7 @@ from forerun.attention.base import (
     Plan,
     QKNormRope,
     RopeInput,
+    all_alike,
 )
 from forerun.attention.capabilities import Capabilities, Mask
 from forerun.attention.paged import PagedBackend, SlotPlan, chunk_kv_slots, step_kv_slots
@@ -125,11 +127,14 @@ class CpuAttention(PagedBackend):
         plan: Plan,
         kv: Tensor,
         norm_rope: KVNormRope,
-        rope: RopeInput,
+        ropes: Sequence[RopeInput],
         num_committed: Tensor | None,
     ) -> None:
         assert isinstance(plan, CpuPlan)
-        positions = RopePositions(rope.table, rope.positions)
+        if not all_alike(ropes):
+            super().rope_write_layers(plan, kv, norm_rope, ropes, num_committed)
+            return
+        positions = RopePositions(ropes[0].table, ropes[0].positions)
         kv_norm_rope_write(kv, norm_rope.norms, positions, plan.kv_slots, self.pools.dense)
 
     def attend(self, plan: Plan, layer: int, spec: AttentionSpec, q: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ Nothing is read on the host but the counts of a prefill, which are exact there.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -22,6 +23,7 @@ from forerun.attention.base import (
     Plan,
     QKNormRope,
     RopeInput,
+    all_alike,
 )
 from forerun.attention.packages import Package
 from forerun.core.errors import ConfigError, InternalError
@@ -153,14 +155,17 @@ class PagedBackend(AttentionBackend):
         plan: Plan,
         kv: Tensor,
         norm_rope: KVNormRope,
-        rope: RopeInput,
+        ropes: Sequence[RopeInput],
         num_committed: Tensor | None,
     ) -> None:
         assert isinstance(plan, SlotPlan)
+        if not all_alike(ropes):
+            super().rope_write_layers(plan, kv, norm_rope, ropes, num_committed)
+            return
         kv_norm_rope_write(
             kv,
             norm_rope.norms,
-            RopePositions(rope.table, rope.positions),
+            RopePositions(ropes[0].table, ropes[0].positions),
             plan.kv_slots,
             self.pools.dense,
             num_committed,

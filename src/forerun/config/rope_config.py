@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -104,15 +105,29 @@ def _parse(raw: Mapping[str, Any], spec: Mapping[str, Any], where: str) -> RopeC
         low_freq_factor=keys.low_freq_factor or 1.0,
         high_freq_factor=keys.high_freq_factor or 4.0,
         original_max_position=original,
-        partial_rotary_factor=float(
-            keys.partial_rotary_factor or raw.get("partial_rotary_factor") or 1.0
-        ),
+        partial_rotary_factor=_rotated_part(raw, keys, where),
         yarn=_yarn(keys) if kind == "yarn" else None,
         longrope=_longrope(keys, where) if kind == "longrope" else None,
     )
     if kind == "llama3" and rope.low_freq_factor >= rope.high_freq_factor:
         raise ConfigError(f"{where}: low_freq_factor is not below high_freq_factor; correct them.")
     return rope
+
+
+def _rotated_part(raw: Mapping[str, Any], keys: RopeKeys, where: str) -> float:
+    """The part of a head that is rotated, from a factor or from a number of dims."""
+    factor = keys.partial_rotary_factor or raw.get("partial_rotary_factor")
+    if keys.rope_dim is None:
+        return float(factor or 1.0)
+    head_dim = raw.get("qk_rope_head_dim") or raw.get("head_dim")
+    head_dim = int(head_dim or raw["hidden_size"] // raw["num_attention_heads"])
+    if keys.rope_dim > head_dim or int(head_dim * (factor or 1.0)) not in (keys.rope_dim, head_dim):
+        raise ConfigError(
+            f"{where}: rope_dim {keys.rope_dim} does not fit head_dim {head_dim} and"
+            f" partial_rotary_factor {factor or 1.0}; correct config.json."
+        )
+    part = keys.rope_dim / head_dim
+    return part if int(head_dim * part) == keys.rope_dim else math.nextafter(part, 1.0)
 
 
 def _yarn(keys: RopeKeys) -> YarnConfig:

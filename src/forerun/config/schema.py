@@ -44,6 +44,7 @@ class RopeKeys(msgspec.Struct):
     high_freq_factor: Positive | None = None
     original_max_position_embeddings: Positions | None = None
     partial_rotary_factor: Part | None = None
+    rope_dim: Size | None = None  # the same as a number of dims
     beta_fast: Positive | None = None
     beta_slow: Positive | None = None
     truncate: bool | None = None

@@ -9,6 +9,7 @@ operations, on q and k together (`rotate` in `kernels/elementwise/qk_norm_rope.p
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -194,3 +195,24 @@ class Rope:
     def rows(self, positions: Tensor) -> RopeRows:
         """positions [T] int; once per forward."""
         return RopeRows(self.table, positions)
+
+
+class LayerRopes:
+    """The tables of every layer of a model; layers that are alike share one."""
+
+    def __init__(
+        self,
+        kinds: Sequence[tuple[RopeConfig, int]],
+        max_positions: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """`kinds`: of each layer, and how many dims of a head the table has."""
+        different = list(dict.fromkeys(kinds))
+        self._ropes = [Rope(rope, dim, max_positions, dtype, device) for rope, dim in different]
+        self._rope_of = [different.index(kind) for kind in kinds]
+
+    def rows(self, positions: Tensor) -> list[RopeRows]:
+        """Returns the rows of every layer, the same ones where layers are alike."""
+        rows = [rope.rows(positions) for rope in self._ropes]
+        return [rows[rope] for rope in self._rope_of]

@@ -15,7 +15,7 @@ from forerun.layers.embedding import LMHead, VocabEmbedding
 from forerun.layers.linear import Hidden
 from forerun.layers.module import Module
 from forerun.layers.residual import AuxHiddenStates, FinalRMSNorm
-from forerun.layers.rope import Rope, RopeRows
+from forerun.layers.rope import LayerRopes
 from forerun.models.base import CausalLM
 
 
@@ -53,9 +53,7 @@ class DecoderModel(Module):
         self.layers = [family.decoder_layer(config, i, mask, place) for i, mask in masks]
         self.norm = FinalRMSNorm(size, eps, place, norm)
         kinds = list(zip(config.layer_ropes, config.layer_rotary_dims, strict=True))
-        different, sizes = list(dict.fromkeys(kinds)), (max_positions, place.dtype, place.device)
-        self._ropes = [Rope(rope, dim, *sizes) for rope, dim in different]
-        self._rope_of = [different.index(kind) for kind in kinds]
+        self.ropes = LayerRopes(kinds, max_positions, place.dtype, place.device)
 
     def __call__(
         self, input_ids: Tensor, positions: Tensor, ctx: AttentionContext, aux: AuxHiddenStates
@@ -68,16 +66,11 @@ class DecoderModel(Module):
         """Runs the layers and the final norm over embeddings [T, H] -> [T, H]."""
         x: Hidden = embeds
         residual: Tensor | None = None
-        for layer, rope in zip(self.layers, self.rope_rows(positions), strict=True):
+        for layer, rope in zip(self.layers, self.ropes.rows(positions), strict=True):
             x, residual = layer(x, residual, rope, ctx, aux)
         hidden_states, residual = self.norm(x, residual)
         aux.capture(len(self.layers), residual)
         return hidden_states
-
-    def rope_rows(self, positions: Tensor) -> list[RopeRows]:
-        """Returns the rows of every layer."""
-        rows = [rope.rows(positions) for rope in self._ropes]
-        return [rows[rope] for rope in self._rope_of]
 
 
 class DecoderForCausalLM(CausalLM):

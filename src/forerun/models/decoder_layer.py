@@ -84,12 +84,15 @@ class SelfAttention(ProjectedAttention):
         return self.qkv_proj
 
     def prepare(self) -> None:
-        order = self._rotary_order
-        if order is not None:
-            self.qkv_proj.reorder_heads(order)
-            for norm in self._qk_norms:
-                norm.weight.copy_(norm.weight[order.to(norm.weight.device)])
+        if self._rotary_order is not None:
+            self.reorder(self._rotary_order)
         super().prepare()
+
+    def reorder(self, order: Tensor) -> None:
+        """Reorders the dims of every q and k head by `order` [D] (`rotary_order`)."""
+        self.qkv_proj.reorder_heads(order)
+        for norm in self._qk_norms:
+            norm.weight.copy_(norm.weight[order.to(norm.weight.device)])
 
     def __call__(
         self, x: Tensor | DeferredNorm, rope: RopeInput, ctx: AttentionContext

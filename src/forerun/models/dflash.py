@@ -8,7 +8,7 @@ Reads checkpoints of z-lab, speculators, DeepSpec, SpecForge and ModelOpt.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -26,7 +26,7 @@ from forerun.layers.mlp import GatedMLP
 from forerun.layers.module import Module
 from forerun.layers.norm import RMSNorm
 from forerun.layers.residual import NO_CAPTURE, AuxHiddenStates, FinalRMSNorm
-from forerun.layers.rope import Rope
+from forerun.layers.rope import LayerRopes, rotary_order
 from forerun.models.block_convolution import BlockConvolution, ConvolutionConfig
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.decoder_layer import SinkAttention
@@ -151,7 +151,8 @@ class DFlashDraft(DraftModel):
             for i, (mask, sinks) in enumerate(zip(self.layer_masks, config.sinks, strict=True))
         ]
         self.norm = FinalRMSNorm(model.hidden_size, eps, place)
-        self.rope = Rope(model.rope, model.head_dim, max_positions, place.dtype, place.device)
+        ropes = [(rope, model.head_dim) for rope in model.layer_ropes]
+        self.ropes = LayerRopes(ropes, max_positions, place.dtype, place.device)
         self.mask_embedding: Tensor | None = None
         if MASK_EMBEDDING in own:  # files have [H] or [1, H]
             self.mask_embedding = place.empty(1, 1, model.hidden_size)
@@ -204,8 +205,7 @@ class DFlashDraft(DraftModel):
         """Embedded block tokens [T, H] -> hidden_states [T, H] after the final norm."""
         x: Hidden = embeds
         residual: Tensor | None = None
-        rope = self.rope.rows(positions)
-        for layer in self.layers:
+        for layer, rope in zip(self.layers, self.ropes.rows(positions), strict=True):
             x, residual = layer(x, residual, rope, ctx, NO_CAPTURE)
         hidden_states, _ = self.norm(x, residual)
         return hidden_states
@@ -230,14 +230,16 @@ class DFlashDraft(DraftModel):
         """
         context = self.combine_hidden_states(aux_hidden_states)
         kv = self._context_kv(context)
-        ctx.write_layers(kv, self._context_norm_rope, self.rope.rows(positions), num_committed)
+        ctx.write_layers(kv, self._context_norm_rope, self.ropes.rows(positions), num_committed)
         return context
 
     def prepare(self) -> None:
         """Copies every layer's k and v weights into one matrix, before they are packed.
 
-        `value_scale` goes into the weights, so that it holds for context and block alike.
+        `value_scale` and the order of rotated dims go into the weights, so that they hold for
+        context and block alike.
         """
+        self._put_rotated_dims_first()
         if self.config.value_scale != 1:
             for layer in self.layers:
                 layer.self_attn.qkv_proj.scale_part("v_proj", self.config.value_scale)
@@ -258,9 +260,15 @@ class DFlashDraft(DraftModel):
         self._context_norm_rope = ContextKVNormRope(kv_heads, norms)
         super().prepare()
 
+    def _put_rotated_dims_first(self) -> None:
+        model, interleaved = self.config.model, self.config.rope_interleaved
+        for layer, rope in zip(self.layers, model.layer_ropes, strict=True):
+            if interleaved or rope.partial_rotary_factor != 1:
+                layer.self_attn.reorder(rotary_order(rope, model.head_dim, interleaved))
+
 
 class ContextKVNormRope(KVNormRope):
-    """K norm and RoPE of all layers at once."""
+    """K norm and RoPE of all layers."""
 
     def __init__(self, kv_heads: int, norms: HeadNorms) -> None:
         self.norms = norms
@@ -268,10 +276,11 @@ class ContextKVNormRope(KVNormRope):
         stacked = norms.k.repeat_interleave(kv_heads, 0)
         self.norm = RMSNorm.of(stacked, norms.eps)
 
-    def split(self, kv: Tensor, rope: RopeInput) -> list[tuple[Tensor, Tensor]]:
+    def split(self, kv: Tensor, ropes: Sequence[RopeInput]) -> list[tuple[Tensor, Tensor]]:
         k, v = kv.view(kv.shape[0], -1, self.dim).chunk(2, 1)
-        k = rotate(self.norm(k), rope.cos_sin)
-        return list(zip(k.chunk(self.layers, 1), v.chunk(self.layers, 1), strict=True))
+        keys, values = self.norm(k).chunk(self.layers, 1), v.chunk(self.layers, 1)
+        rotated = [rotate(key, rope.cos_sin) for key, rope in zip(keys, ropes, strict=True)]
+        return list(zip(rotated, values, strict=True))
 
 
 def load_dflash(

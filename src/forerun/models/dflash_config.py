@@ -42,6 +42,8 @@ KNOWN = {*DFlashKeys.__struct_fields__, *ONLY, *HEAD_KEYS, "projector_type"}
 class DFlashConfig(DraftConfig):
     """A draft's shape and how it was trained; the same fields for both checkpoint formats."""
 
+    partial_rotary = True
+
     block_size: int  # tokens of a block, the last sampled one among them
     target_layer_ids: tuple[int, ...]  # decoder layers whose outputs it reads
     mask_token_id: int | None  # None: only the string is known
@@ -54,6 +56,7 @@ class DFlashConfig(DraftConfig):
     # A window of layers that are not causal lies before the block, for all its tokens; else it is
     # around each token.
     windows_before_block: bool = False
+    rope_interleaved: bool = False  # neighbouring dims are rotated, not halves of a head
     value_scale: float = 1.0  # values are multiplied by it, of context and block
     sinks: tuple[bool, ...] = ()  # per layer: a logit per head without a value
     convolution: ConvolutionConfig | None = None  # around the sublayers, over a block's rows
@@ -178,6 +181,7 @@ def parse_dflash_config(raw: Mapping[str, Any], where: str = "config") -> DFlash
         causal=_causal(read, windows, convolution, head),
         windows=windows,
         windows_before_block=outer.speculators_model_type is not None,
+        rope_interleaved=_rope_is_interleaved(read, where),
         value_scale=read.attention_value_scale or 1.0,
         sinks=_sinks(read, windows),
         convolution=convolution,
@@ -329,6 +333,16 @@ def _causal(
     if non_causal is None:
         non_causal = convolution is not None or (head is not None and not head.causal_windows)
     return tuple(window is not None and not non_causal for window in windows)
+
+
+def _rope_is_interleaved(read: DFlashKeys, where: str) -> bool:
+    stated = {read.is_neox_style, read.rope_is_neox_style} - {None}
+    if len(stated) > 1:
+        raise ConfigError(
+            f"{where}: is_neox_style {read.is_neox_style} and rope_is_neox_style"
+            f" {read.rope_is_neox_style} say the same and disagree. Remove the wrong one."
+        )
+    return False in stated
 
 
 def _sinks(read: DFlashKeys, windows: Sequence[int | None]) -> tuple[bool, ...]:

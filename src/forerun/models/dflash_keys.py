@@ -46,6 +46,9 @@ class DFlashKeys(msgspec.Struct, kw_only=True):
     attention_sink_bias: bool | None = None
     add_swa_attention_sink_bias: bool | None = None
     add_full_attention_sink_bias: bool | None = None
+    # RoPE: halves of a head, not neighbouring dims.
+    is_neox_style: bool | None = None
+    rope_is_neox_style: bool | None = None
     # Around the sublayers.
     conv_kernel_size: Annotated[int, Meta(ge=0, le=64)] | None = None
     conv_group_size: Annotated[int, Meta(ge=0, le=1 << 16)] | None = None
@@ -134,8 +137,6 @@ HARMLESS = (
 # Keys that change what a body computes, and the values that are supported.
 ONLY: Mapping[str, tuple[Any, ...]] = {
     "attention_mode": ("gqa", "mha"),  # the counts of heads say which
-    "is_neox_style": (True,),
-    "rope_is_neox_style": (True,),
     "use_gemma_norm": (False,),
     "output_multiplier": (1,),
     "final_logit_softcapping": (),

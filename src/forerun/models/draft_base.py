@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -156,6 +156,8 @@ def dense_layout(
 class DraftConfig(ABC):
     """What the configs of all drafts with layers of their own say."""
 
+    partial_rotary: ClassVar[bool] = False  # whether part of a head may be rotated
+
     model: ModelConfig  # the draft's layers; its vocabulary is the target's
     target_hidden_size: int
     draft_vocab_size: int  # smaller than the target's if it is pruned
@@ -200,7 +202,7 @@ class DraftConfig(ABC):
     def check_sizes(self, layer_ids: Sequence[int], where: str) -> None:
         """Raises ConfigError where layers, target layers or the vocabulary cannot be served."""
         try:
-            check_layers(self.model)
+            check_layers(self.model, partial_rotary=self.partial_rotary)
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
         if min(layer_ids, default=0) < 0:

@@ -25,7 +25,7 @@ from forerun.layers.linear import Hidden, Linear
 from forerun.layers.mlp import GatedMLP
 from forerun.layers.norm import RMSNorm
 from forerun.layers.residual import NO_CAPTURE, AddRMSNorm, FinalRMSNorm, kept
-from forerun.layers.rope import Rope
+from forerun.layers.rope import LayerRopes
 from forerun.layers.sharding import Shard
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.decoder_layer import SelfAttention
@@ -107,7 +107,8 @@ class Eagle3Draft(DraftModel):
         self.mask_hidden: Tensor | None = None
         if config.mask_token_id is not None:
             self.mask_hidden = place.empty(1, 1, config.aux_hidden_size)
-        self.rope = Rope(model.rope, model.head_dim, max_positions, place.dtype, place.device)
+        ropes = [(rope, model.head_dim) for rope in model.layer_ropes]
+        self.ropes = LayerRopes(ropes, max_positions, place.dtype, place.device)
         self.target_token_ids = torch.arange(config.draft_vocab_size, device=place.device)
 
     def combine_hidden_states(self, aux_hidden_states: Tensor) -> Tensor:
@@ -135,14 +136,14 @@ class Eagle3Draft(DraftModel):
         Returns:
             [T, H] for `compute_logits`, and [T, H], the hidden states for one position further.
         """
-        rope = self.rope.rows(positions)
+        first, *further = self.ropes.rows(positions)
         normed = self.hidden_norm(hidden_states)
         residual = normed if self.config.norm_before_residual else kept(hidden_states)
         embeds = self.input_layernorm(self.embed(input_ids))
-        x: Hidden = self.self_attn(torch.cat((embeds, normed), 1), rope, ctx)
+        x: Hidden = self.self_attn(torch.cat((embeds, normed), 1), first, ctx)
         x, residual = self.post_attention_layernorm(x, residual)
         x = self.mlp(x)
-        for layer in self.further:
+        for layer, rope in zip(self.further, further, strict=True):
             x, residual = layer(x, residual, rope, ctx, NO_CAPTURE)
         out, residual = self.norm(x, residual)
         return out, out if self.config.norm_output else residual

@@ -311,7 +311,7 @@ class Gemma4Model(DecoderModel):
         inputs = self._per_layer_inputs(input_ids, embedded)
         x: Hidden = embedded
         residual: Tensor | None = None
-        for layer, rope, own in zip(self.layers, self.rope_rows(positions), inputs, strict=True):
+        for layer, rope, own in zip(self.layers, self.ropes.rows(positions), inputs, strict=True):
             assert isinstance(layer, Gemma4DecoderLayer)
             x, residual = layer(x, residual, rope, ctx, aux, own)
         hidden_states, residual = self.norm(x, residual)

@@ -93,10 +93,14 @@ def model_class(config: ModelConfig) -> type[CausalLM]:
     return family
 
 
-def check_layers(config: ModelConfig, family: type[CausalLM] = CausalLM) -> None:
+def check_layers(
+    config: ModelConfig, family: type[CausalLM] = CausalLM, partial_rotary: bool = False
+) -> None:
     """Refuses what the layers do not compute, rather than compute something else.
 
-    `family`: of a target; drafts are made of the shared layers.
+    Args:
+        family: of a target; drafts are made of the shared layers.
+        partial_rotary: a draft may rotate part of a head.
     """
     raw = config.raw
     activation = raw.get("hidden_act", "silu")
@@ -110,13 +114,16 @@ def check_layers(config: ModelConfig, family: type[CausalLM] = CausalLM) -> None
             name = "qk_rope_head_dim" if raw.get("qk_rope_head_dim") else "head_dim"
             raise ConfigError(f"{name} {dim} is odd; rotary embedding needs an even one.")
     for rope, dim in set(zip(config.layer_ropes, config.layer_rotary_dims, strict=True)):
-        _check_rope(rope, dim, family)
+        _check_rope(rope, dim, partial_rotary or family.partial_rotary)
 
 
-def _check_rope(rope: RopeConfig, dim: int, family: type[CausalLM]) -> None:
+def _check_rope(rope: RopeConfig, dim: int, may_be_partial: bool) -> None:
     partial, rotary = rope.partial_rotary_factor, rotary_dims(rope, dim)
-    if partial != 1.0 and not family.partial_rotary:
-        raise ConfigError(f"partial_rotary_factor {partial} is not supported; it must be 1.")
+    if partial != 1.0 and not may_be_partial:
+        raise ConfigError(
+            f"partial_rotary_factor {partial} is not supported; it must be 1 (and rope_dim, if"
+            f" there is one, {dim})."
+        )
     if not 0 < rotary <= dim or rotary % 2:
         raise ConfigError(
             f"partial_rotary_factor {partial} of head_dim {dim} rotates {rotary}"

@@ -123,6 +123,9 @@ def _check(config: DFlashConfig) -> None:
             ("attention_value_scale", config.value_scale != 1),
             ("input_embedding_scale", config.embedding_scale != 1),
             ("biases of q, k and v", config.model.qkv_bias),
+            ("layers of different RoPE", len(set(config.model.layer_ropes)) > 1),
+            ("partial_rotary_factor", config.model.rope.partial_rotary_factor != 1),
+            ("is_neox_style false", config.rope_interleaved),
         )
         if there
     ]
