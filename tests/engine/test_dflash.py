@@ -85,20 +85,44 @@ def test_sampling_from_the_anchor_verifies_one_token_more(tmp_path: Path) -> Non
     assert info["spec_num_proposed_drafts"] == 10 * info["spec_verify_ct"]
 
 
+def keys(**given: Any) -> Edit:
+    return lambda config: config.update(given)
+
+
+def in_speculators_format(config: dict[str, Any]) -> None:
+    config.update(SLIDING)
+    speculators(anchor=False)(config)
+    config["sliding_window_non_causal"] = True
+
+
+# All layers slide, by less than a block, so that the pools are windowed.
+SLIDING = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 6}
 # Edits of the golden draft's config -> what they change in the reference. Its weights were trained
 # otherwise, so that it drafts badly; what is held is what it drafts.
-ATTENTION: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "causal": ({"is_causal": True}, {"causal": True}),
+ATTENTION: dict[str, tuple[Edit, dict[str, Any]]] = {
+    "causal": (keys(is_causal=True), {"causal": True}),
     "causal-windows": (
-        {
-            "causal": True,
-            "layer_types": ["sliding_attention", "full_attention"],
-            "sliding_window": 14,
-        },
+        keys(causal=True, layer_types=["sliding_attention", "full_attention"], sliding_window=14),
         {"causal": True, "windows": (14, None)},
     ),
+    "windows-around-tokens": (
+        keys(is_causal=False, **SLIDING),
+        {"windows": (6, 6), "sliding": "row"},
+    ),
+    "windows-before-blocks": (in_speculators_format, {"windows": (6, 6), "sliding": "block"}),
+    "rope-of-each-type": (
+        keys(
+            layer_types=["sliding_attention", "full_attention"],
+            sliding_window=14,
+            rope_parameters={
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+                "full_attention": {"rope_type": "default", "rope_theta": 5e5},
+            },
+        ),
+        {"windows": (14, None), "thetas": (100.0, 5e5)},
+    ),
     "scaled-values-and-sinks": (
-        {"attention_value_scale": 0.612, "attention_sink_bias": True},
+        keys(attention_value_scale=0.612, attention_sink_bias=True),
         {"value_scale": 0.612},
     ),
 }
@@ -108,19 +132,22 @@ ATTENTION: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_every_draft_equals_the_reference(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Misread attention leaves the output right: each block's tokens are compared."""
-    keys, changes = ATTENTION[name]
-    folder = Path(edited_draft(tmp_path, lambda config: config.update(keys)))
+    """Misread attention leaves the output right: each block's tokens are compared.
+
+    With pages of 1 token, windowed pools keep nothing that is not needed.
+    """
+    edit, changes = ATTENTION[name]
+    folder = Path(edited_draft(tmp_path, edit))
     weights = load_file(folder / "model.safetensors")
-    if keys.get("attention_sink_bias"):
+    if "sinks" in name:
         sink = torch.tensor([-1.0, 0.0, 1.0, 2.0, 3.0])
         weights |= {f"layers.{i}.self_attn.attention_sink_bias": sink + i for i in range(2)}
         save_file(weights, folder / "model.safetensors")
     steps, aux = recorded(monkeypatch)
     case = CASES[4]
-    with golden_llm(
-        "DFLASH", speculative_draft_model_path=str(folder), disable_cuda_graph=True
-    ) as llm:
+    settings = {"speculative_draft_model_path": str(folder), "disable_cuda_graph": True}
+    with golden_llm("DFLASH", page_size=1, **settings) as llm:
+        assert bool(llm.engine.limits.window) == all(changes.get("windows", [None]))
         out = llm.generate(input_ids=case["prompt"], sampling_params=greedy(case))
     assert out.output_ids == case["output"] and len(steps) > 3
 
