@@ -118,6 +118,9 @@ def test_torch_native_serves_a_cpu_without_a_compiler_and_is_selectable_on_a_gpu
     assert select(GPU, Wanted("torch_native")).backend.name == "torch_native"
 
 
+SLIDING_BLOCK = frozenset({LayerMask(Mask.SLIDING_BLOCK, 5)})
+
+
 @pytest.mark.skipif(library.compiled().library is None, reason="no C++ compiler")
 def test_our_kernels_are_the_default_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "_load", library.compiled)
@@ -155,11 +158,21 @@ def test_graphs_and_trees_need_triton() -> None:
         ),
         (replace(LATENT, logit_softcap=True), "latent (MLA) attention has no logit soft-cap"),
         (replace(LATENT, masks=frozenset({LayerMask(Mask.CUSTOM, 5)})), "trees have no window"),
+        (replace(LATENT, masks=SLIDING_BLOCK), "latent (MLA) attention has no sliding block mask"),
         (replace(LATENT, uniform=False), "latent rows of one shape in all layers"),
     ],
 )
 def test_what_triton_refuses(need: AttentionNeed, reason: str) -> None:
     assert any(reason in said for said in survey(need)["triton"])
+
+
+def test_who_has_windows_around_the_tokens_of_a_block() -> None:
+    reasons = survey(replace(GPU, masks=SLIDING_BLOCK, phase=Phase.VERIFY))
+    assert reasons["triton"] == reasons["torch_native"] == []
+    for name in ("flashinfer", "trtllm_mha"):
+        assert "its sliding block mask has no window" in reasons[name]
+    for name in ("fa3", "fa4", "cpu"):
+        assert not any("mask" in reason for reason in reasons[name])
 
 
 def test_all_kv_dtypes_are_supported() -> None:

@@ -190,6 +190,12 @@ def test_windows_of_large_trees(nodes: int, window: int, device: torch.device) -
     assert relative_error(reference(case, mask), expected) < 2e-6
 
 
+def test_windows_around_tokens_of_blocks_go_to_triton() -> None:
+    """The kernels for Hopper would take them for windows before the block."""
+    assert MaskSpec(SLIDING_BLOCK, 5).needs_triton
+    assert not MaskSpec(BLOCK, 5).needs_triton
+
+
 def test_splits_fill_the_device_and_no_more(device: torch.device) -> None:
     small = DecodeProblem(
         batch_size=1,

@@ -378,7 +378,13 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         bad(SPECFORGE, eagle_config={"use_aux_hidden_state": False}),
         "use_aux_hidden_state is false",
     ),
-    "a bias of fc": (bad(SPECFORGE, bias=True), "bias is not supported"),
+    "a bias of fc": (bad(SPECFORGE, bias=True), "bias True is not supported"),
+    "pairs of dims": (bad(SPECFORGE, is_neox_style=False), "is_neox_style False is not supported"),
+    "norms": (bad(SPECFORGE, use_gemma_norm=True), "use_gemma_norm True is not supported"),
+    "part of a head": (
+        bad(SPECFORGE, rope_scaling={"rope_type": "default", "rope_dim": 4}),
+        "partial_rotary_factor 0.*must be 1 .and rope_dim",
+    ),
     "no mask": (bad(SPECFORGE, parallel_drafting=True), "mask token; mask_token_id, pard_token"),
     "two masks": (
         bad(SPECULATORS, speculators_model_type="peagle", mask_token_id=1, pard_token=2),

@@ -29,6 +29,13 @@ MASK_HIDDEN = "mask_hidden"  # of P-EAGLE
 FUSE, NORM, QUERY_NORM = "fc.weight", "hidden_norm.weight", "self_attn.q_norm.weight"
 KINDS = ("eagle3", "peagle")  # of speculators
 PARALLEL = KINDS[1]
+# Keys that change what the layers compute, and the value that is supported.
+ONLY = {
+    "bias": False,
+    "is_neox_style": True,
+    "rope_is_neox_style": True,
+    "use_gemma_norm": False,
+}
 QK_NORM = {"llama": False, "qwen3": True}  # the layer's family, in speculators
 
 
@@ -51,6 +58,9 @@ class Eagle3Keys(msgspec.Struct):
     mask_token_id: Token | None = None
     pard_token: Token | None = None
     ptd_token_id: Token | None = None
+    is_neox_style: bool | None = None
+    rope_is_neox_style: bool | None = None
+    use_gemma_norm: bool | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,8 +222,10 @@ def _config(
 
 def _check(config: Eagle3Config, read: Eagle3Keys, where: str) -> None:
     config.check_sizes(config.aux_layer_ids or (), where)
-    if read.bias:
-        raise ConfigError(f"{where}: bias is not supported; it must be false.")
+    for key, only in ONLY.items():
+        value = getattr(read, key)
+        if value not in (None, only):
+            raise ConfigError(f"{where}: {key} {value} is not supported; it must be {only}.")
     mask = config.mask_token_id
     if mask is not None and mask >= config.vocab_size:
         raise ConfigError(
