@@ -17,6 +17,7 @@ from torch import Tensor
 from forerun.attention.base import AttentionBatch, AttentionContext, LayerMask, Mask
 from forerun.core.errors import ConfigError
 from forerun.kvcache.layouts import ModelLayout
+from forerun.layers.rope import rotary_dims
 from forerun.models.dflash import DFlashDraft, DFlashServing, check_dflash_files, load_dflash
 from forerun.models.dflash_config import load_dflash_config, parse_dflash_config
 from forerun.models.loader import load_target
@@ -295,6 +296,13 @@ def test_which_dims_are_rotated(
     case.observe([aux_states(20)])
     got = case.loop.fixed([20], embeddings())
     close(got, case.oracle.block(embeddings(), aux_states(20)))
+
+
+@pytest.mark.parametrize(("dims", "head_dim"), [(30, 44), (62, 78), (96, 128), (128, 128)])
+def test_rope_dim_is_exact(dims: int, head_dim: int) -> None:
+    """30 / 44 · 44 is less than 30 in floating point."""
+    raw = {**ZLAB, "head_dim": head_dim, "rope_scaling": {"rope_dim": dims}}
+    assert rotary_dims(parse_dflash_config(raw).model.rope, head_dim) == dims
 
 
 def test_no_context_and_a_shorter_block(case: Case) -> None:
