@@ -93,6 +93,7 @@ BODY = (
     "layer_types",
     "max_position_embeddings",
     "max_window_layers",
+    "no_rope_layers",
     "num_attention_heads",
     "num_hidden_layers",
     "num_key_value_heads",
