@@ -738,10 +738,6 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "swa": (zlab(use_swa=True), r"no sliding_window \(swa_window_size\)"),
     "inner": ({**ZLAB, "dflash_config": [1]}, "dflash_config is"),
     "activation": ({**ZLAB, "hidden_act": "gelu"}, "config.json: hidden_act 'gelu' is not supp"),
-    "partial rotary": (
-        {**ZLAB, "partial_rotary_factor": 0.5},
-        "config.json: partial_rotary_factor 0.5 is not supported",
-    ),
     "no mask": (without(dflash_config={**INNER_ZLAB, "mask_token_id": None}), "no mask token"),
     "no layers": (
         without(dflash_config={"block_size": 4, "mask_token_id": 1}),
