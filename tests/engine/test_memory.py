@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -114,11 +114,19 @@ def test_memory_of_other_processes_is_not_that_of_graphs(
     assert len(others) - len(left) == estimates
 
 
+def test_ranks_estimate_graphs_as_often_as_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What another process allocates on one GPU is not seen on the other one."""
+    left, of_other_rank = [0, 0, 0], iter([2000, 700, 0])
+    estimate = graph_bytes([], left, monkeypatch, largest=lambda own: max(own, next(of_other_rank)))
+    assert estimate == 700 and len(left) == 1
+
+
 def graph_bytes(
     buckets: list[int],
     others: list[int],
     monkeypatch: pytest.MonkeyPatch,
     prompts: Sequence[int] = (),
+    largest: Callable[[float], float] = float,
 ) -> int:
     """The estimate, while another process allocates `others` bytes beside a smallest graph."""
     free = 100_000
@@ -141,7 +149,7 @@ def graph_bytes(
         clear=lambda: None,
         num_decode=lambda sizes: 2 * len(sizes),
     )
-    return memory._graph_bytes(graphs, torch.device("cuda"))  # type: ignore[arg-type]
+    return memory._graph_bytes(graphs, torch.device("cuda"), largest)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

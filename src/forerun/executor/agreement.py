@@ -18,9 +18,9 @@ class Agreement:
     def __init__(self, comm: Communicator, device: torch.device) -> None:
         self._comm, self._device = comm, device
 
-    def slowest(self, seconds: float) -> float:
-        """The longest time of all ranks."""
-        return self._largest([seconds])[0]
+    def largest(self, number: float) -> float:
+        """The largest of all ranks."""
+        return self._largest([number])[0]
 
     def least(self, numbers: Sequence[int]) -> list[int]:
         """The smallest of all ranks, of each number."""

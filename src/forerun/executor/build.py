@@ -288,9 +288,9 @@ class _Builder:
         with self.memory.stage("profiling run", fix), progress("profiling run"):
             step = make_step(KVBudget(num_pages=1, num_window_pages=1))
             self.piece_buckets = self._choose_piece_buckets(step)
-            return profile_run(
-                DeviceExecutor(step), settings.limits, settings.widths, self._graphs(step)
-            )
+            executor, graphs = DeviceExecutor(step), self._graphs(step)
+            largest = self.agreement.largest
+            return profile_run(executor, settings.limits, settings.widths, graphs, largest)
 
     def _choose_piece_buckets(self, step: DeviceStep) -> list[int]:
         settings, config, limits = self.settings, self.settings.config, self.settings.limits
@@ -355,14 +355,14 @@ class _Builder:
             return None
         with progress("measuring step costs"):
             largest = settings.limits.slots
-            slowest = self.agreement.slowest
+            slowest = self.agreement.largest
             return measure_step_costs(executor, settings.widths, largest, slowest)
 
     def _draft_costs(self, executor: DeviceExecutor) -> dict[int, dict[int, float]] | None:
         settings = self.settings
         if not settings.limits.ragged:
             return None
-        return measure_draft_costs(executor, settings.limits.slots, self.agreement.slowest)
+        return measure_draft_costs(executor, settings.limits.slots, self.agreement.largest)
 
     def _simulated(self) -> SimulatedAcceptance | None:
         settings = self.settings

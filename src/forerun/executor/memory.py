@@ -233,12 +233,19 @@ def _divide(budget: int, demand: KVDemand) -> tuple[int, int]:
 
 
 def profile_run(
-    executor: DeviceExecutor, limits: Limits, widths: Sequence[float], graphs: CudaGraphSteps | None
+    executor: DeviceExecutor,
+    limits: Limits,
+    widths: Sequence[float],
+    graphs: CudaGraphSteps | None,
+    largest: Callable[[float], float] = float,
 ) -> ProfilingRun:
     """Runs the largest prefill and steps of many shapes, and captures some graphs.
 
     Everything runs on the padding slot, so one page of K/V is enough. Loaded kernels and library
     workspaces remain allocated; all other memory is released.
+
+    Args:
+        largest: of a number, the largest of all ranks', which decides how many graphs are captured.
     """
     device = executor.tables.device
     before = _reserved(device)
@@ -249,7 +256,7 @@ def profile_run(
     peak = torch.cuda.max_memory_reserved(device)
     kept = _reserved(device) - before
     activations = max(0, peak - before - kept)
-    return ProfilingRun(activations, 0 if graphs is None else _graph_bytes(graphs, device))
+    return ProfilingRun(activations, 0 if graphs is None else _graph_bytes(graphs, device, largest))
 
 
 def profiling_plans(
@@ -294,19 +301,25 @@ def _chunks(limits: Limits, slot: int, tokens: int) -> list[PrefillChunk]:
     return dummy_chunks(slot, tokens, limits.context_length, last=True)[: limits.slots]
 
 
-def _graph_bytes(graphs: CudaGraphSteps, device: torch.device) -> int:
-    """Estimates the memory of all graphs, in bytes.
+def _graph_bytes(
+    graphs: CudaGraphSteps, device: torch.device, largest: Callable[[float], float] = float
+) -> int:
+    """Estimates the memory of all graphs, in bytes; `largest`: as in `profile_run`.
 
     What another process of the GPU allocates meanwhile, an engine that starts too for example,
-    looks like memory of a graph. So an unusual estimate is made again, and the smallest counts.
+    looks like memory of a graph. So an unusual estimate is made again, and the smallest counts. All
+    ranks make it again: what is captured has their collectives.
     """
-    usual = memory(device)[1] * USUAL_GRAPH_SHARE
-    estimate = _estimate_graph_bytes(graphs, device)
+
+    def estimate() -> float:
+        return largest(_estimate_graph_bytes(graphs, device))
+
+    usual, smallest = memory(device)[1] * USUAL_GRAPH_SHARE, estimate()
     for _ in range(GRAPH_ESTIMATES - 1):
-        if estimate <= usual:
+        if smallest <= usual:
             break
-        estimate = min(estimate, _estimate_graph_bytes(graphs, device))
-    return estimate
+        smallest = min(smallest, estimate())
+    return int(smallest)
 
 
 def _estimate_graph_bytes(graphs: CudaGraphSteps, device: torch.device) -> int:
