@@ -16,6 +16,7 @@ import torch
 from forerun.llm.bundled import preset
 from forerun.models.loader import load_target
 from forerun.platform.device import resolve_device
+from forerun.platform.progress import progress
 from forerun_train.batch import Batch
 from forerun_train.drafts.blocks import blocks_at, sample_anchors
 from forerun_train.drafts.build import build_draft
@@ -94,14 +95,15 @@ def measure(options: TrainOptions, document: int, runs: int) -> StepTimes:
     device = resolve_device(options.device)
     ranks = Ranks(0, 1, device)
     dtype = compute_dtype(options.dtype, device)
-    target = random_target(options.target, dtype, device, options.seq_len)
+    with progress("random weights"):
+        target = random_target(options.target, dtype, device, options.seq_len)
     draft = build_draft(options, target, mask_token=0).model
     print(check_memory(options, target, draft, ranks.size), flush=True)
     if device.type == "cuda" if options.compile is None else options.compile:
         draft.compile_parts()
     host = random_batch(options, target.config.vocab_size, document)
     trainer = Trainer(options, target, draft, ranks)
-    step = median_seconds(lambda: trainer.step(host, 0, 0.5), device, runs)
+    step = median_seconds("steps", lambda: trainer.step(host, 0, 0.5), device, runs)
     batch = Batch.of(host, device)
     size = options.micro_batch or options.batch_size
     parts = [batch.part(slice(i, i + size)) for i in range(0, options.batch_size, size)]
@@ -124,21 +126,23 @@ def measure(options: TrainOptions, document: int, runs: int) -> StepTimes:
 
     return StepTimes(
         step,
-        median_seconds(run_target, device, runs),
-        median_seconds(run_draft, device, runs),
+        median_seconds("target", run_target, device, runs),
+        median_seconds("draft", run_draft, device, runs),
         options.batch_size * options.seq_len,
         flops_per_step(options, target, draft),
         peak_flops(device),
     )
 
 
-def median_seconds(work: Callable[[], object], device: torch.device, runs: int) -> float:
-    """Of some runs, each waited for, after others that are not counted."""
+def median_seconds(name: str, work: Callable[[], object], device: torch.device, runs: int) -> float:
+    """Of some runs, each waited for, after others that are not counted; `name`: of the work."""
     found = []
-    for _ in range(WARM_UP + runs):
-        started = time.perf_counter()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        found.append(time.perf_counter() - started)
+    with progress(name, WARM_UP + runs) as stage:
+        for i in range(WARM_UP + runs):
+            started = time.perf_counter()
+            work()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            found.append(time.perf_counter() - started)
+            stage.advance(detail=f"{'compiled' if i < WARM_UP else 'ran'} in {found[-1]:.2f} s")
     return statistics.median(found[WARM_UP:])
