@@ -336,13 +336,11 @@ def _causal(
 
 
 def _rope_is_interleaved(read: DFlashKeys, where: str) -> bool:
-    stated = {read.is_neox_style, read.rope_is_neox_style} - {None}
-    if len(stated) > 1:
-        raise ConfigError(
-            f"{where}: is_neox_style {read.is_neox_style} and rope_is_neox_style"
-            f" {read.rope_is_neox_style} say the same and disagree. Remove the wrong one."
-        )
-    return False in stated
+    stated = {
+        "is_neox_style": read.is_neox_style,
+        "rope_is_neox_style": read.rope_is_neox_style,
+    }
+    return agreed(stated, where) is False
 
 
 def _sinks(read: DFlashKeys, windows: Sequence[int | None]) -> tuple[bool, ...]:

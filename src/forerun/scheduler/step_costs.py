@@ -85,7 +85,9 @@ class StepCosts:
         return {width: dict(known) for width, known in self._drafting.items()}
 
     def record(self, batch_size: int, width: float, seconds: float) -> float:
-        """Corrects the table by the time of one step; returns its ratio to the expected time."""
+        """Corrects the table by the time of one step; returns its ratio to the expected
+        time, between 0.5 and 2.
+        """
         i = self._widths.index(width)
         # Steps faster than expected weigh more, so that a cost measured too high is soon corrected.
         ratio = min(max(seconds / self[batch_size][i], 0.5), 2.0)

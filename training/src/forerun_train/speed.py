@@ -144,5 +144,5 @@ def median_seconds(name: str, work: Callable[[], object], device: torch.device, 
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             found.append(time.perf_counter() - started)
-            stage.advance(detail=f"{'compiled' if i < WARM_UP else 'ran'} in {found[-1]:.2f} s")
+            stage.advance(detail=f"{found[-1]:.2f} s{', warm-up' if i < WARM_UP else ''}")
     return statistics.median(found[WARM_UP:])

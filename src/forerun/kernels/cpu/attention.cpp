@@ -21,7 +21,7 @@ constexpr int BLOCK = 32;          // positions
 constexpr int64_t PART = 1024;     // positions of a work item
 constexpr int MAX_ROWS = 32;       // query tokens times heads of a tile
 constexpr int VECTORS = BLOCK / LANES;
-enum Mask : int32_t { CAUSAL_MASK, BLOCK_MASK, SLIDING_BLOCK_MASK };  // `LayerMask` tells them
+enum Mask : int32_t { CAUSAL_MASK, BLOCK_MASK, SLIDING_BLOCK_MASK };  // see `LayerMask`
 
 // In Python: `_Attention` in attention.py.
 struct Attention {

@@ -516,7 +516,8 @@ struct Shape {
     static constexpr int MOST = KIND == GROUPED ? REGISTERS / 12 : 4;
     static constexpr int FREE = (REGISTERS - (KIND == GROUPED ? 8 : 0)) /
                                 (2 * M * Traits<KIND>::ACCUMULATORS);
-    // What three tokens multiply would need more of 16 registers than their sums leave.
+    // The sums of three tokens by two panels are 12 of 16 registers: the rest does not hold the
+    // weights of both panels and a token.
     static constexpr bool FEW = REGISTERS == 12 && M == 3;
     static constexpr int PANELS = FREE >= MOST ? MOST : FREE >= 2 && !FEW ? 2 : 1;
     static Tile several() { return &Traits<KIND>::template tile<M, PANELS>; }
