@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,29 +18,14 @@ from forerun.kernels.attention.tiles import (
 )
 from forerun.kernels.runtime.gpu import GpuInfo
 from forerun.kernels.speculation.tree import mask_words
-from tests.kernels.compiled import TARGETS, Case
+from tests.kernels.compiled import RDNA, TARGETS, Case, on_each
 
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 POOLS = {torch.uint8: "u8", **NAMES}
 
 
-RDNA = GpuInfo(96, amd=True)
-GPUS = {  # targets that share their tiles
-    "": (("sm_90",), GpuInfo(132, amd=False)),
-    ", Blackwell": (("sm_100",), GpuInfo(148, amd=False, capability=100)),
-    ", Ampere": (("sm_80",), GpuInfo(108, amd=False, capability=80, smem_bytes=163 << 10)),
-    ", CDNA": (("gfx942", "gfx950"), GpuInfo(304, amd=True, warp_size=64)),
-    ", RDNA": (("gfx1100",), RDNA),
-}
 ONE = ("sm_90", "gfx942")
 SOME = ("sm_80", "sm_90", "sm_100", "gfx942")
-
-
-def _on_each(
-    name: str, targets: tuple[str, ...], make: Callable[[str, tuple[str, ...], GpuInfo], Case]
-) -> list[Case]:
-    chosen = {k: (tuple(t for t in all_ if t in targets), gpu) for k, (all_, gpu) in GPUS.items()}
-    return [make(name + suffix, ts, gpu) for suffix, (ts, gpu) in chosen.items() if ts]
 
 
 def _tiles(tiles: TileConfig) -> tuple[dict[str, int], dict[str, int]]:
@@ -128,7 +112,7 @@ def decode(
             spill_bytes=2 * dim if dim > 128 and gpu == RDNA else 64 if dim > 256 else 0,
         )
 
-    return _on_each(name, targets, make)
+    return on_each(name, targets, make)
 
 
 def prefill(
@@ -167,7 +151,7 @@ def prefill(
             spill_bytes=512 if dim > 128 and gpu == RDNA else 128 if "maxnreg" in options else 0,
         )
 
-    return _on_each(name, targets, make)
+    return on_each(name, targets, make)
 
 
 CASES = [

@@ -11,8 +11,57 @@ from forerun.kernels.drafting import (
     top_columns,
     walk,
 )
+from forerun.kernels.runtime.gpu import GpuInfo
 from forerun.kernels.speculation import reliability
-from tests.kernels.compiled import Case
+from tests.kernels.compiled import TARGETS, Case, on_each
+
+
+def _gru(requests: int) -> list[Case]:
+    def make(name: str, targets: tuple[str, ...], gpu: GpuInfo) -> Case:
+        tile = gru.tile_of(requests, gpu)
+        return Case(
+            name,
+            gru._gru_step,
+            dict.fromkeys(
+                ("x_ptr", "state_ptr", "of_input_ptr", "of_state_ptr", "out_ptr"), "*bf16"
+            )
+            | dict.fromkeys(("first_ptr", "keys_ptr"), "*i64")
+            | dict.fromkeys(("batch", "row", "inputs", "size"), "i32"),
+            {"LOOK_UP": True, "ZEROS": False, "UNITS": tile.rows // gru.GATES} | _blocks(tile),
+            options=_options(tile),
+            multiples=("inputs", "size"),
+            matrix=requests > 1,
+            targets=targets,
+        )
+
+    return on_each(f"GRU step, {requests} requests", TARGETS, make)
+
+
+def _silu(requests: int) -> list[Case]:
+    def make(name: str, targets: tuple[str, ...], gpu: GpuInfo) -> Case:
+        tile = gru.tile_of(requests, gpu)
+        return Case(
+            name,
+            gru._silu_of_state,
+            dict.fromkeys(("base_ptr", "state_ptr", "weight_ptr", "out_ptr"), "*bf16")
+            | dict.fromkeys(("batch", "outputs", "size", "base_stride", "weight_stride"), "i32"),
+            {"OUTPUTS": tile.rows // 2} | _blocks(tile),
+            options=_options(tile),
+            multiples=("outputs", "size", "base_stride", "weight_stride"),
+            matrix=requests > 1,
+            targets=targets,
+        )
+
+    return on_each(f"SiLU of state, {requests} requests", TARGETS, make)
+
+
+def _blocks(tile: gru.Tile) -> dict[str, int]:
+    return {"BLOCK_B": tile.requests, "BLOCK_K": tile.block_bytes // 2}
+
+
+def _options(tile: gru.Tile) -> dict[str, int]:
+    return {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+
 
 CASES = [
     Case(
@@ -105,46 +154,7 @@ CASES = [
         options={"num_warps": 4},
         multiples=("size",),
     ),
-    *(
-        Case(
-            f"GRU step, {block_b} requests",
-            gru._gru_step,
-            dict.fromkeys(
-                ("x_ptr", "state_ptr", "of_input_ptr", "of_state_ptr", "out_ptr"), "*bf16"
-            )
-            | dict.fromkeys(("first_ptr", "keys_ptr"), "*i64")
-            | dict.fromkeys(("batch", "row", "inputs", "size"), "i32"),
-            {
-                "LOOK_UP": True,
-                "ZEROS": False,
-                "UNITS": gru.UNITS,
-                "BLOCK_B": block_b,
-                "BLOCK_K": gru.BLOCK_BYTES // 2,
-            },
-            options={"num_warps": 4, "num_stages": 4},
-            hip_constants={"BLOCK_K": gru.BLOCK_BYTES // 4},
-            hip_options={"num_stages": 2, "num_warps": 8},
-            multiples=("inputs", "size"),
-            matrix=True,
-        )
-        for block_b in (16, gru.MAX_BLOCK_B)
-    ),
-    Case(
-        "SiLU of state",
-        gru._silu_of_state,
-        dict.fromkeys(("base_ptr", "state_ptr", "weight_ptr", "out_ptr"), "*bf16")
-        | dict.fromkeys(("batch", "outputs", "size", "base_stride", "weight_stride"), "i32"),
-        {
-            "OUTPUTS": gru.OUTPUTS,
-            "BLOCK_B": gru.MAX_BLOCK_B,
-            "BLOCK_K": gru.BLOCK_BYTES // 2,
-        },
-        options={"num_warps": 4, "num_stages": 4},
-        hip_constants={"BLOCK_K": gru.BLOCK_BYTES // 4},
-        hip_options={"num_stages": 2, "num_warps": 8},
-        multiples=("outputs", "size", "base_stride", "weight_stride"),
-        matrix=True,
-    ),
+    *(case for requests in (1, 16, 32) for each in (_gru, _silu) for case in each(requests)),
     Case(
         "convolve rows",
         convolution._convolve_rows,

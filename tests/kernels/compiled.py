@@ -14,16 +14,25 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from forerun.kernels.runtime.gpu import GpuInfo
 from forerun.kernels.runtime.jit import LazyKernel
 
 CUDA, HIP = ("sm_80", "sm_90", "sm_100"), ("gfx942", "gfx950", "gfx1100")
 TARGETS = CUDA + HIP
 PDL_TARGETS = ("sm_90", "sm_100")  # where kernels are launched with PDL
+RDNA = GpuInfo(96, amd=True)
+GPUS = {  # targets that share their tiles
+    "": (("sm_90",), GpuInfo(132, amd=False)),
+    ", Blackwell": (("sm_100",), GpuInfo(148, amd=False, capability=100)),
+    ", Ampere": (("sm_80",), GpuInfo(108, amd=False, capability=80, smem_bytes=163 << 10)),
+    ", CDNA": (("gfx942", "gfx950"), GpuInfo(304, amd=True, warp_size=64)),
+    ", RDNA": (("gfx1100",), RDNA),
+}
 SMEM_LIMIT = {  # bytes of shared memory (LDS) per CTA
     "sm_80": 163 << 10,
     "sm_90": 227 << 10,
@@ -56,6 +65,14 @@ class Case:
     chained: bool = False  # products of wgmma must not wait for each other one by one (sm_90)
     # Cases of the same word lay out alike what they add up, and so round alike; "": any way.
     alike: str = ""
+
+
+def on_each(
+    name: str, targets: tuple[str, ...], make: Callable[[str, tuple[str, ...], GpuInfo], Case]
+) -> list[Case]:
+    """The cases that `make` makes of the targets, one for all that share their tiles."""
+    chosen = {k: (tuple(t for t in all_ if t in targets), gpu) for k, (all_, gpu) in GPUS.items()}
+    return [make(name + suffix, ts, gpu) for suffix, (ts, gpu) in chosen.items() if ts]
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ units of the state each, with all gates of them, and the kernel looks its input 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,14 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.kernels.drafting.keys import TokensBefore, token_before
-from forerun.kernels.runtime.gpu import gpu_of, next_power_of_2
+from forerun.kernels.runtime.gpu import GpuInfo, gpu_of, next_power_of_2
 from forerun.kernels.runtime.jit import jit, jit_no_specialize, tl, use_triton
 from forerun.kernels.runtime.pdl import pdl_options
 
-UNITS = 8  # of the state that a CTA computes
-OUTPUTS = 16  # of `silu_of_state` that a CTA computes
 MAX_BLOCK_B = 32  # requests of a CTA
-BLOCK_BYTES = 512  # of a weight's row that are multiplied at once
+GATES = 4  # sums of a unit: n has one of its input and one of the state
 
 
 def gru_step_ref(x: Tensor, state: Tensor | None, of_input: Tensor, of_state: Tensor) -> Tensor:
@@ -55,13 +54,14 @@ def gru_step(
         return gru_step_ref(x, state, of_input, of_state)
     batch = len(x if tokens is None else tokens.first)
     size, inputs = of_state.shape[1], x.shape[1]
-    block_b = min(MAX_BLOCK_B, max(16, next_power_of_2(batch)))
+    tile = tile_of(batch, gpu_of(x.device))
+    units = tile.rows // GATES
     out = x.new_empty(batch, size)
     first, keys, row = (x, x, 0) if tokens is None else (tokens.first, tokens.keys, tokens.row)
-    _gru_step[(-(-size // UNITS), -(-batch // block_b))](
+    _gru_step[(-(-size // units), -(-batch // tile.requests))](
         x, first, keys, out if state is None else state, of_input, of_state, out,
-        batch, row, inputs, size, LOOK_UP=tokens is not None, ZEROS=state is None, UNITS=UNITS,
-        BLOCK_B=block_b, **_options(x),
+        batch, row, inputs, size, LOOK_UP=tokens is not None, ZEROS=state is None, UNITS=units,
+        **tile.options(x),
     )  # fmt: skip
     return out
 
@@ -82,22 +82,43 @@ def silu_of_state(base: Tensor, state: Tensor, weight: Tensor) -> Tensor:
     if not use_triton(base):
         return silu_of_state_ref(base, state, weight)
     batch, size = state.shape
-    outputs = len(weight)
-    block_b = min(MAX_BLOCK_B, max(16, next_power_of_2(batch)))
+    outputs, tile = len(weight), tile_of(batch, gpu_of(state.device))
+    of_cta = tile.rows // 2  # for more CTAs: a readout has few outputs
     out = state.new_empty(batch, outputs)
-    _silu_of_state[(-(-outputs // OUTPUTS), -(-batch // block_b))](
+    _silu_of_state[(-(-outputs // of_cta), -(-batch // tile.requests))](
         base, state, weight, out, batch, outputs, size, base.stride(0), weight.stride(0),
-        OUTPUTS=OUTPUTS, BLOCK_B=block_b, **_options(state),
+        OUTPUTS=of_cta, **tile.options(state),
     )  # fmt: skip
     return out
 
 
-def _options(like: Tensor) -> dict[str, Any]:
-    """Tiles, pipelines and warps."""
-    block, shape = BLOCK_BYTES // like.itemsize, {"num_warps": 4, "num_stages": 4}
-    if gpu_of(like.device).amd:
-        block, shape = block // 2, {"num_warps": 8, "num_stages": 2}
-    return {"BLOCK_K": block} | shape | pdl_options(like)
+@dataclass(frozen=True)
+class Tile:
+    """What a CTA multiplies at once, and how."""
+
+    rows: int  # of weights
+    requests: int
+    block_bytes: int  # of a weight's row
+    num_warps: int
+    num_stages: int
+
+    def options(self, like: Tensor) -> dict[str, Any]:
+        """Keywords of a launch."""
+        block = {"BLOCK_B": self.requests, "BLOCK_K": self.block_bytes // like.itemsize}
+        how = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return block | how | pdl_options(like)
+
+
+def tile_of(batch: int, gpu: GpuInfo) -> Tile:
+    """One request has no matrix operations, and CTAs of few rows; more share rows of weights."""
+    if batch == 1:
+        return Tile(8, 1, 2048, num_warps=4, num_stages=2)
+    rows, requests = 32, min(MAX_BLOCK_B, max(16, next_power_of_2(batch)))
+    if gpu.amd:
+        return Tile(rows, requests, 256, num_warps=4, num_stages=2)
+    block = 1024
+    stages = 1 + gpu.smem_bytes // ((rows + requests) * block)
+    return Tile(rows, requests, block, num_warps=4, num_stages=min(4, stages))
 
 
 @jit_no_specialize("row")
@@ -166,11 +187,32 @@ def _silu_of_state(
 @jit
 def _add_product(sums, weights, some, xs, served, inputs, BLOCK_K: tl.constexpr):
     """sums [M, B] + the product of M rows at `weights` and B at `xs`, of `inputs` values each."""
-    for first in range(0, inputs, BLOCK_K):
-        k = first + tl.arange(0, BLOCK_K)
-        inside = k < inputs
-        weight = weights[:, None] + k[None, :]
-        weight = tl.load(weight, mask=some[:, None] & inside[None, :], other=0.0)
-        x = tl.load(xs[None, :] + k[:, None], mask=inside[:, None] & served[None, :], other=0.0)
-        sums = tl.dot(weight, x, sums, input_precision="ieee")
+    M: tl.constexpr = sums.shape[0]
+    B: tl.constexpr = sums.shape[1]
+    # Parts have sums of their own, so that additions wait for few others.
+    PARTS: tl.constexpr = 4
+    if B == 1:
+        parts = tl.zeros([M, BLOCK_K], tl.float32)
+        for first in range(0, inputs, BLOCK_K):
+            k = first + tl.arange(0, BLOCK_K)
+            inside = k < inputs
+            weight = weights[:, None] + k[None, :]
+            weight = tl.load(weight, mask=some[:, None] & inside[None, :], other=0.0)
+            x = tl.load(xs[:, None] + k[None, :], mask=inside[None, :], other=0.0)
+            parts += weight.to(tl.float32) * x.to(tl.float32)
+        sums += tl.sum(parts, 1)[:, None]
+    else:
+        parts = tl.zeros([PARTS, M, B], tl.float32)
+        part = tl.arange(0, PARTS) * (BLOCK_K // PARTS)
+        own = part[:, None] + tl.arange(0, BLOCK_K // PARTS)[None, :]
+        for first in range(0, inputs, BLOCK_K):
+            k = first + own
+            inside = k < inputs
+            weight = weights[None, :, None] + k[:, None, :]
+            both = some[None, :, None] & inside[:, None, :]
+            weight = tl.load(weight, mask=both, other=0.0)
+            both = inside[:, :, None] & served[None, None, :]
+            x = tl.load(xs[None, None, :] + k[:, :, None], mask=both, other=0.0)
+            parts = tl.dot(weight, x, parts, input_precision="ieee")
+        sums += tl.sum(parts, 0)
     return sums
