@@ -154,7 +154,7 @@ CASES = [
         options={"num_warps": 4},
         multiples=("size",),
     ),
-    *(case for requests in (1, 16, 32) for each in (_gru, _silu) for case in each(requests)),
+    *(case for requests in (1, 8, 16, 32) for each in (_gru, _silu) for case in each(requests)),
     Case(
         "convolve rows",
         convolution._convolve_rows,

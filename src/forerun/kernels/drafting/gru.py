@@ -113,7 +113,7 @@ def tile_of(batch: int, gpu: GpuInfo) -> Tile:
     """One request has no matrix operations, and CTAs of few rows; more share rows of weights."""
     if batch == 1:
         return Tile(8, 1, 2048, num_warps=4, num_stages=2)
-    rows, requests = 32, min(MAX_BLOCK_B, max(16, next_power_of_2(batch)))
+    rows, requests = 32, min(MAX_BLOCK_B, max(16 if gpu.amd else 8, next_power_of_2(batch)))
     if gpu.amd:
         return Tile(rows, requests, 256, num_warps=4, num_stages=2)
     block = 1024
