@@ -22,6 +22,7 @@ from forerun.models.dflash import DFlashDraft, load_dflash
 from forerun.models.eagle3 import load_eagle3
 from forerun.models.heads.base import Block
 from forerun.models.nextn import load_nextn, load_nextn_config
+from forerun_train import masks
 from forerun_train.batch import HiddenStates
 from forerun_train.drafts import draft as draft_module
 from forerun_train.drafts.blocks import blocks_at, can_anchor, sample_anchors
@@ -35,7 +36,14 @@ from forerun_train.drafts.speculators import (
 )
 from forerun_train.files import export_draft
 from forerun_train.hidden_states import FrozenTarget, load_frozen_target
-from forerun_train.masks import BlockPlaces, MaskShape, attend, blocks_after_context, make_mask
+from forerun_train.masks import (
+    BlockPlaces,
+    MaskShape,
+    attend,
+    block_mask,
+    blocks_after_context,
+    make_mask,
+)
 from forerun_train.objectives import PositionWeights
 from forerun_train.trainer.distributed import whole_parameters
 from forerun_train.trainer.flops import flops_per_step
@@ -117,9 +125,30 @@ def test_flex_attention_sees_what_the_dense_mask_shows(kind: LayerMask) -> None:
     q = torch.randn(2, 4, 128, 16, generator=generator)
     k, v = (torch.randn(2, 2, 256, 16, generator=generator) for _ in range(2))
     dense = attend(q, k, v, make_mask(seen, MaskShape(2, 128, 256, CPU)), 0.25)
-    blocks = create_block_mask(seen, 2, None, 128, 256, device="cpu")
+    blocks = block_mask(seen, MaskShape(2, 128, 256, CPU))
     flex = flex_attention(q, k, v, block_mask=blocks, scale=0.25, enable_gqa=True)
     torch.testing.assert_close(flex, dense, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("part", [1, 3 * 2 * 128 * 128, 1 << 26], ids=["row", "some", "all"])
+@pytest.mark.parametrize("kind", [LayerMask(Mask.BLOCK), LayerMask(Mask.CAUSAL, 150)], ids=str)
+def test_blocks_of_a_mask_are_those_of_pytorch(
+    kind: LayerMask, part: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many rows are looked at at once; whole blocks, and lengths that end within one."""
+    monkeypatch.setattr(masks, "PART", part)
+    anchors = torch.arange(7, 391, 12).repeat(2, 1)
+    first = (anchors - torch.tensor([[300], [20]])).clamp(min=0)
+    seen = blocks_after_context(BlockPlaces(first, anchors, 16, 395), kind)
+    got = block_mask(seen, MaskShape(2, 512, 907, CPU))
+    want = create_block_mask(seen, 2, None, 512, 907, device="cpu")
+    assert got.seq_lengths == want.seq_lengths
+    assert got.mask_mod is seen
+    for mine, theirs in zip(got.as_tuple()[1:], want.as_tuple()[1:], strict=True):
+        if isinstance(mine, Tensor):
+            assert torch.equal(mine, theirs)
+    assert got.full_kv_num_blocks is not None
+    assert got.full_kv_num_blocks.any() == (kind.window is None)
 
 
 @pytest.mark.parametrize("window", [3, 20])

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from forerun.core.errors import ConfigError
 from forerun.llm.bundled import bundled
 from forerun.main import run
-from forerun_train import speed
+from forerun_train import hidden_states, speed
 from forerun_train.speed import random_batch
 from forerun_train.trainer.options import TrainOptions
 
@@ -50,6 +52,18 @@ def test_a_step_beside_its_parts(
 def test_the_table(target: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["train", "speed", "--target", str(target), *TINY]) == 0
     assert "tokens per second" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("of_a_run", [False, True])
+def test_a_target_that_does_not_fit_is_refused_before_it_is_loaded(
+    target: Path, of_a_run: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hidden_states, "memory", lambda device: (1 << 20, 1 << 20))
+    monkeypatch.delattr(speed, "load_target")
+    monkeypatch.delattr(hidden_states, "load_target")
+    load = hidden_states.load_frozen_target if of_a_run else speed.random_target
+    with pytest.raises(ConfigError, match=r"alone take .* GiB in float32, and 0\.0 GiB of cpu"):
+        load(str(target), torch.float32, torch.device("cpu"), 64)
 
 
 def test_documents_of_a_batch() -> None:

@@ -39,8 +39,11 @@ from forerun.models.base import CausalLM
 from forerun.models.decoder import DecoderForCausalLM
 from forerun.models.loader import load_target
 from forerun.models.registry import model_class
+from forerun.platform.device import memory
 from forerun_train.batch import Batch, HiddenStates
 from forerun_train.masks import AttentionMask, MaskShape, attend, causal_in_documents, make_mask
+
+GIB = 1 << 30
 
 
 @dataclass
@@ -110,9 +113,7 @@ class FrozenTarget:
     @cached_property
     def weights(self) -> Mapping[str, Tensor]:
         """Its weights on the meta device, for their sizes: the model may have packed its own."""
-        place = WeightPlacement(self.dtype, torch.device("meta"))
-        model = model_class(self.config)(self.config, place, 1)
-        return {n: w for n, w in model.weights().items() if isinstance(w, Tensor)}
+        return _weights_without_values(self.config, self.dtype)
 
     @torch.no_grad()
     def hidden_states(self, batch: Batch, layer_ids: tuple[int, ...]) -> HiddenStates:
@@ -149,6 +150,27 @@ class FrozenTarget:
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
+def _weights_without_values(config: ModelConfig, dtype: torch.dtype) -> Mapping[str, Tensor]:
+    model = model_class(config)(config, WeightPlacement(dtype, torch.device("meta")), 1)
+    return {n: w for n, w in model.weights().items() if isinstance(w, Tensor)}
+
+
+def check_room(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    """Checks, before a target is loaded, that its weights fit.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    weights = _weights_without_values(config, dtype).values()
+    needed, free = sum(w.numel() * w.element_size() for w in weights), memory(device)[0]
+    if needed > free:
+        raise ConfigError(
+            f"The weights of the target alone take {needed / GIB:.1f} GiB in"
+            f" {str(dtype).removeprefix('torch.')}, and {free / GIB:.1f} GiB of {device} are free."
+            " Take a smaller target, or a device with more memory."
+        )
+
+
 def load_frozen_target(
     path: str, dtype: torch.dtype, device: torch.device, seq_len: int
 ) -> FrozenTarget:
@@ -163,9 +185,11 @@ def load_frozen_target(
             positions for so long a sequence.
     """
     folder = target_folder(path)
-    longest = load_model_config(folder).longest_context
+    config = load_model_config(folder)
+    longest = config.longest_context
     if seq_len > longest:
         raise ConfigError(f"seq_len {seq_len} is more than the target's context, {longest} tokens.")
+    check_room(config, dtype, device)
     model = load_target(folder, dtype, device, max_positions=seq_len)
     _check(model, folder)
     return FrozenTarget(model, folder, device)

@@ -19,11 +19,10 @@ from safetensors import safe_open
 from forerun.core.errors import ConfigError, shown
 from forerun_train.batch import Batch, HiddenStates
 from forerun_train.files import write_tensors, write_text
-from forerun_train.hidden_states import FrozenTarget
+from forerun_train.hidden_states import GIB, FrozenTarget
 from forerun_train.trainer.options import TrainOptions
 
 META = "store.json"
-GIB = 1 << 30
 KEYS = ("input_ids", "loss_mask", "document_ids", "position_ids", "aux", "final")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from forerun.attention.base import LayerMask, Mask
 
@@ -19,14 +19,14 @@ Seen = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 AttentionMask = BlockMask | Tensor  # for flex_attention; or bool [B, 1, Q, K]
 
 
+BLOCK = 128  # queries, and keys, of FlexAttention's blocks
+PART = 1 << 26  # pairs of a query and a key that are looked at at once
+
+
 @cache
-def _compile(function: Callable[..., Any]) -> Any:
-    return torch.compile(function, dynamic=False)
-
-
-def _compiled(function: Callable[..., Any]) -> Any:
-    """Compiled when first called (a CPU need not import the compiler), or with the caller."""
-    return function if torch.compiler.is_compiling() else _compile(function)
+def _compiled_attention() -> Any:
+    """Made when first called: a CPU need not import the compiler."""
+    return torch.compile(flex_attention, dynamic=False)
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,44 @@ class MaskShape:
 def make_mask(seen: Seen, shape: MaskShape) -> AttentionMask:
     """The mask of a function: of blocks on a GPU, dense elsewhere."""
     if shape.device.type == "cuda":
-        sizes = shape.batch, None, shape.queries, shape.keys
-        made: BlockMask = _compiled(create_block_mask)(seen, *sizes, device=shape.device)
-        return made
-    index = torch.arange(max(shape.batch, shape.queries, shape.keys), device=shape.device)
-    batch = index[: shape.batch].view(-1, 1, 1, 1)
-    query, key = index[: shape.queries].view(1, 1, -1, 1), index[: shape.keys].view(1, 1, 1, -1)
-    return seen(batch, index[:1], query, key)
+        return block_mask(seen, shape)
+    return _pairs(seen, shape, 0, shape.queries)
+
+
+def block_mask(seen: Seen, shape: MaskShape) -> BlockMask:
+    """The mask of a function, in blocks, of which it holds as many rows at once as `PART` allows.
+
+    PyTorch's `create_block_mask` holds all pairs, or compiles a kernel for minutes.
+    """
+    keys = -(-shape.keys // BLOCK)
+    rows = max(1, PART // (shape.batch * keys * BLOCK * BLOCK)) * BLOCK
+    some, whole = [], []
+    for first in range(0, shape.queries, rows):
+        pairs = _pairs(seen, shape, first, min(rows, shape.queries - first))
+        missing = -pairs.shape[2] % BLOCK
+        pairs = F.pad(pairs, (0, keys * BLOCK - shape.keys, 0, missing))
+        blocks = pairs.unflatten(3, (keys, BLOCK)).unflatten(2, (-1, BLOCK))
+        some.append(blocks.any(5).any(3))
+        whole.append(blocks.all(5).all(3))
+    full = torch.cat(whole, 2)
+    partly, entirely = (_first_of(each) for each in (torch.cat(some, 2) & ~full, full))
+    return BlockMask.from_kv_blocks(
+        *partly, *entirely, BLOCK, seen, seq_lengths=(shape.queries, shape.keys)
+    )
+
+
+def _pairs(seen: Seen, shape: MaskShape, first: int, queries: int) -> Tensor:
+    """Which keys are seen by some queries, from `first` on, bool [B, 1, queries, K]."""
+    index = torch.arange(max(shape.batch, first + queries, shape.keys), device=shape.device)
+    batch, key = index[: shape.batch].view(-1, 1, 1, 1), index[: shape.keys].view(1, 1, 1, -1)
+    query = index[first : first + queries].view(1, 1, -1, 1)
+    return seen(batch, index[:1], query, key).expand(shape.batch, 1, queries, shape.keys)
+
+
+def _first_of(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """How many blocks of keys are chosen for each of queries, and all of them, the chosen first."""
+    order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32), order.to(torch.int32)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) -> Tensor:
@@ -60,7 +91,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) -
             q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped
         )
     else:
-        out = _compiled(flex_attention)(q, k, v, block_mask=mask, scale=scale, enable_gqa=grouped)
+        within = torch.compiler.is_compiling()
+        flex: Any = flex_attention if within else _compiled_attention()
+        out = flex(q, k, v, block_mask=mask, scale=scale, enable_gqa=grouped)
     return out
 
 

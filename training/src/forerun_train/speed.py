@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from forerun.config.model_config import load_model_config
 from forerun.llm.bundled import preset
 from forerun.models.loader import load_target
 from forerun.platform.device import resolve_device
@@ -20,7 +21,7 @@ from forerun.platform.progress import progress
 from forerun_train.batch import Batch
 from forerun_train.drafts.blocks import blocks_at, sample_anchors
 from forerun_train.drafts.build import build_draft
-from forerun_train.hidden_states import FrozenTarget
+from forerun_train.hidden_states import FrozenTarget, check_room
 from forerun_train.trainer.distributed import Ranks
 from forerun_train.trainer.flops import flops_per_step, peak_flops
 from forerun_train.trainer.loop import Trainer
@@ -69,9 +70,10 @@ def random_target(
         name: a folder with a config.json, or a known model (`forerun.llm.bundled.preset`).
 
     Raises:
-        ConfigError: there is no such model.
+        ConfigError: there is no such model, or its weights do not fit.
     """
     folder = Path(name) if Path(name).is_dir() else preset(name)[0]
+    check_room(load_model_config(folder), dtype, device)
     model = load_target(folder, dtype, device, "dummy_normal", max_positions=seq_len)
     return FrozenTarget(model, folder, device)
 

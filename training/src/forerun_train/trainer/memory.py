@@ -9,10 +9,9 @@ import torch
 from forerun.core.errors import ConfigError
 from forerun.platform.device import memory
 from forerun_train.drafts.draft import CHUNK_LOGITS, Draft
-from forerun_train.hidden_states import FrozenTarget
+from forerun_train.hidden_states import GIB, FrozenTarget
 from forerun_train.trainer.options import TrainOptions
 
-GIB = 1 << 30
 SHARE = 0.95  # of the free memory that may be used
 # Values that stay for the backward pass, for each row of a layer: of the hidden size, of the heads
 # and of the MLP. Counted in `drafts/parts.py`, norms and RoPE in float32.
