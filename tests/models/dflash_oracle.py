@@ -27,12 +27,14 @@ class Oracle:
     sliding: str = "causal"
     causal: bool = False  # full layers: a token of a block does not see those after it
     value_scale: float = 1.0
+    norm_offset: float = 0.0  # of the weights of all norms
     thetas: tuple[float | None, ...] = ()  # of layers that differ; None: without positions
     rotated: int | None = None  # dims of a head, the first ones; None: all
     interleaved: bool = False  # neighbouring dims are rotated, not halves
 
     def rms(self, x: Tensor, name: str) -> Tensor:
-        return x * (x.pow(2).mean(-1, keepdim=True) + self.eps).rsqrt() * self.weights[name]
+        weight = self.weights[name] + self.norm_offset
+        return x * (x.pow(2).mean(-1, keepdim=True) + self.eps).rsqrt() * weight
 
     def rotate(self, x: Tensor, positions: Tensor, layer: int) -> Tensor:
         """x [heads, n, D]."""

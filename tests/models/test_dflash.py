@@ -194,6 +194,7 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
         {"windows": WINDOWS, "value_scale": 0.7},
         True,
     ),
+    "z-lab-norms-of-gemma": (zlab(use_gemma_norm=True), {"norm_offset": 1.0}, False),
     "z-lab-rope-of-each-type": (
         {
             **SLIDING_ZLAB,
@@ -733,7 +734,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {**ZLAB, "partial_rotary_factor": 0.5, "rope_scaling": {"rope_dim": 4}},
         "rope_dim 4 does not fit head_dim 16 and partial_rotary_factor 0.5",
     ),
-    "norms": (zlab(use_gemma_norm=True), "use_gemma_norm True is not supported"),
+    "norms": (zlab(use_gemma_norm="yes"), "use_gemma_norm is 'yes'"),
     "value scale": (zlab(attention_value_scale="half"), "attention_value_scale is 'half'"),
     "swa": (zlab(use_swa=True), r"no sliding_window \(swa_window_size\)"),
     "inner": ({**ZLAB, "dflash_config": [1]}, "dflash_config is"),

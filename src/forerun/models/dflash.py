@@ -236,9 +236,12 @@ class DFlashDraft(DraftModel):
     def prepare(self) -> None:
         """Copies every layer's k and v weights into one matrix, before they are packed.
 
-        `value_scale` and the order of rotated dims go into the weights, so that they hold for
-        context and block alike.
+        `value_scale`, the order of rotated dims and the offset of norms go into the weights, so
+        that they hold for context and block alike.
         """
+        if self.config.unit_offset_norms:
+            for norm in self._body_norms():
+                norm.weight.add_(1)
         self._put_rotated_dims_first()
         if self.config.value_scale != 1:
             for layer in self.layers:
@@ -259,6 +262,12 @@ class DFlashDraft(DraftModel):
         kv_heads = self.layers[0].self_attn.qkv_proj.num_kv_heads  # of this rank
         self._context_norm_rope = ContextKVNormRope(kv_heads, norms)
         super().prepare()
+
+    def _body_norms(self) -> Iterator[RMSNorm]:
+        """All but those of the head."""
+        yield from (self.hidden_norm, self.norm.norm)
+        for layer in self.layers:
+            yield from layer.modules(RMSNorm)
 
     def _put_rotated_dims_first(self) -> None:
         model, interleaved = self.config.model, self.config.rope_interleaved

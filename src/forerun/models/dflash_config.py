@@ -57,6 +57,7 @@ class DFlashConfig(DraftConfig):
     # around each token.
     windows_before_block: bool = False
     rope_interleaved: bool = False  # neighbouring dims are rotated, not halves of a head
+    unit_offset_norms: bool = False  # files have w - 1 of the body's norms, as Gemma's
     value_scale: float = 1.0  # values are multiplied by it, of context and block
     sinks: tuple[bool, ...] = ()  # per layer: a logit per head without a value
     convolution: ConvolutionConfig | None = None  # around the sublayers, over a block's rows
@@ -182,6 +183,7 @@ def parse_dflash_config(raw: Mapping[str, Any], where: str = "config") -> DFlash
         windows=windows,
         windows_before_block=any(windows) and outer.speculators_model_type is not None,
         rope_interleaved=_rope_is_interleaved(read, where),
+        unit_offset_norms=bool(read.use_gemma_norm),
         value_scale=read.attention_value_scale or 1.0,
         sinks=_sinks(read, windows),
         convolution=convolution,

@@ -49,6 +49,7 @@ class DFlashKeys(msgspec.Struct, kw_only=True):
     # RoPE: halves of a head, not neighbouring dims.
     is_neox_style: bool | None = None
     rope_is_neox_style: bool | None = None
+    use_gemma_norm: bool | None = None
     # Around the sublayers.
     conv_kernel_size: Annotated[int, Meta(ge=0, le=64)] | None = None
     conv_group_size: Annotated[int, Meta(ge=0, le=1 << 16)] | None = None
@@ -138,7 +139,6 @@ HARMLESS = (
 # Keys that change what a body computes, and the values that are supported.
 ONLY: Mapping[str, tuple[Any, ...]] = {
     "attention_mode": ("gqa", "mha"),  # the counts of heads say which
-    "use_gemma_norm": (False,),
     "output_multiplier": (1,),
     "final_logit_softcapping": (),
 }
