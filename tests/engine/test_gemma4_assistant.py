@@ -17,13 +17,19 @@ from transformers import AutoModelForCausalLM, Gemma4TextConfig
 from transformers.models.gemma4_assistant import Gemma4AssistantConfig, Gemma4AssistantForCausalLM
 
 from forerun import LLM
+from forerun.config.engine_config import EngineConfig
 from forerun.core.errors import ConfigError
+from forerun.core.sampling_params import SamplingParams
 from forerun.doctor.draft import explain_draft
+from forerun.engine.engine import Engine
 from forerun.sampling.noise import gumbel_argmax, seed_key
+from forerun.speculative.base import Draft, ProposeInput
 from tests.engine.test_chain_drafts import alternate_widths, recorded
 from tests.engine.test_family_targets import config_of, reference
 from tests.engine.test_matrix import GREEDY, SEEDED, generate, params
 from tests.engine.test_moe_target import SIZES, prompts
+from tests.engine.test_tensor_parallel import engine_of
+from tests.engine_runs import run_together
 from tests.golden_engine import poison_on_release
 from tests.models.support import FAMILIES, random_hf, randomised, save
 
@@ -202,6 +208,65 @@ def test_the_width_does_not_change_the_drafts(root: Path, monkeypatch: pytest.Mo
     common = full.keys() & some.keys()
     assert len(common) > 3 and {len(some[start]) for start in common} == {1, 3, 5}
     assert all(some[start] == full[start][: len(some[start])] for start in common)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_drafts_of_two_ranks(root: Path, form: str) -> None:
+    """The ranks divide the draft as they do the target's K/V, whose heads may be fewer."""
+    draft = str(root / f"gemma4-{form}")
+    own = {"speculative_algorithm": "FROZEN_KV_MTP", "speculative_draft_model_path": draft}
+    shared = {"dtype": "float32", "device": "cpu", "skip_tokenizer_init": True, "page_size": 16}
+    shared |= {
+        "disable_cuda_graph": True,
+        "model_path": str(root / "gemma4"),
+        "speculative_adaptive": False,
+        **own,
+    }
+    drafts: list[list[tuple[Any, ...]]] = []
+    options = {"speculative_num_steps": STEPS}
+    for ranks in (1, 2):
+        settings = EngineConfig.of({**shared, "tp_size": ranks}, options)
+        with engine_of(settings) as engine:
+            steps = seen_drafts(engine)
+            asked = {"temperature": 0.8, "sampling_seed": SEED, "max_new_tokens": 24}
+            params = SamplingParams.of({**asked, "ignore_eos": True})
+            requests = [engine.make_request(prompt, params) for prompt in prompts()[:2]]
+            run_together(engine, requests)
+        drafts.append([*steps, *(tuple(request.output) for request in requests)])
+    assert drafts[0] == drafts[1]
+    assert len(drafts[0]) > 6
+
+
+def seen_drafts(engine: Engine) -> list[tuple[Any, ...]]:
+    """The first rank's drafts of every step from now on."""
+    executor: Any = getattr(engine.executor, "executors", [engine.executor])[0]
+    algorithm, seen = executor.step.algorithm.algorithm, []
+    propose = algorithm.propose
+
+    def recorded_propose(step: ProposeInput) -> Draft:
+        draft = propose(step)
+        seen.append((step.start.tolist(), draft.tokens.tolist()))
+        return draft
+
+    algorithm.propose = recorded_propose
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"tp_size": 2, "speculative_draft_tp_size": 1}, "reads the target's K/V, which tp_size 2"),
+        ({"tp_size": 4}, "speculative_draft_tp_size 4: the draft .* does not divide .* heads, 2;"),
+    ],
+)
+def test_ranks_that_do_not_fit_are_refused(
+    settings: dict[str, Any], words: str, root: Path, tmp_path: Path
+) -> None:
+    config = json.loads((root / "gemma4-plain" / "config.json").read_text())
+    config["text_config"]["num_attention_heads"] = 2
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=words):
+        assisted(root, "gemma4", "plain", speculative_draft_model_path=str(tmp_path), **settings)
 
 
 HEADS = {"num_attention_heads": 3, "num_key_value_heads": 1, "attention_k_eq_v": False}

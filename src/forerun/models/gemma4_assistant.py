@@ -23,7 +23,7 @@ from forerun.config.json_files import read_json
 from forerun.config.model_config import ModelConfig, parse_model_config
 from forerun.config.schema import Object, Size, checked
 from forerun.core.errors import ConfigError, OtherDraftError
-from forerun.layers.communication import WeightPlacement
+from forerun.layers.communication import Communicator, WeightPlacement
 from forerun.layers.linear import Linear
 from forerun.layers.module import Module
 from forerun.layers.residual import NO_CAPTURE
@@ -112,6 +112,16 @@ class AssistantConfig:
                 )
             found.append(source)
         return tuple(found)
+
+    def heads_of(self, comm: Communicator) -> int:
+        """Query heads of a rank, whose other parts can be divided too.
+
+        Raises:
+            ConfigError: they cannot.
+        """
+        place = WeightPlacement(torch.float32, torch.device("meta"), comm)
+        Gemma4Assistant(self, tuple(range(self.model.num_layers)), place, 1)  # nothing is computed
+        return self.model.num_heads // comm.size
 
     @property
     def layer_masks(self) -> tuple[LayerMask, ...]:
@@ -237,9 +247,10 @@ def load_assistant(
     """
     draft = Gemma4Assistant(config, sources, place, max_positions)
     if load_format in DUMMY_FORMATS:
-        fill_dummy(draft.weights(), load_format)
+        fill_dummy(draft.weights(), load_format, shards=draft.shards(), comm=place.comm)
     else:
-        Checkpoint(folder).read_into(draft.weights(), _harmless(config), HINT)
+        parts = draft.shards(), place.comm
+        Checkpoint(folder).read_into(draft.weights(), _harmless(config), HINT, *parts)
     ordering = None if draft.masked_embedding is None else draft.masked_embedding.token_ordering
     if ordering is not None and not 0 <= int(ordering.min()) <= int(ordering.max()) < len(ordering):
         raise ConfigError(f"{folder}: token_ordering leads outside the vocabulary.")

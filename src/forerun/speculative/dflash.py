@@ -38,7 +38,7 @@ from forerun.speculative.base import (
     SpeculativeAlgorithm,
 )
 from forerun.speculative.same_tokens import check_same_tokens
-from forerun.speculative.sharding import rank_layout
+from forerun.speculative.sharding import of_rank
 
 log = logging.getLogger("forerun")
 
@@ -82,7 +82,7 @@ class DFlash(SpeculativeAlgorithm):
             flexible=True,
             kv_reserve=max(block, drafts + 1),
             target_layers=draft.target_layer_ids,
-            draft_kv=rank_layout(config, folder, lambda comm: draft.kv_layout(dtype, comm)),
+            draft_kv=of_rank(config, folder, lambda comm: draft.kv_layout(dtype, comm)),
             draft_heads=draft.num_heads // config.draft_ranks,
             draft_hidden_size=draft.hidden_size,
             draft_attention=draft.layer_masks(window),

@@ -33,7 +33,7 @@ from forerun.speculative.chain import (
     resolve_num_drafts,
 )
 from forerun.speculative.same_tokens import check_same_tokens
-from forerun.speculative.sharding import rank_layout
+from forerun.speculative.sharding import of_rank
 
 log = logging.getLogger("forerun")
 DEFAULT_STEPS = 5
@@ -57,7 +57,7 @@ class Eagle3(HiddenStateChain):
             flexible=True,
             kv_reserve=drafts + 1,
             target_layers=draft.target_layers(target.num_layers),
-            draft_kv=rank_layout(config, folder, lambda comm: draft.kv_layout(dtype, comm)),
+            draft_kv=of_rank(config, folder, lambda comm: draft.kv_layout(dtype, comm)),
             draft_heads=draft.num_heads // config.draft_ranks,
             draft_hidden_size=draft.hidden_size,
             draft_attention=draft.layer_masks,

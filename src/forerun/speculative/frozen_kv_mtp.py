@@ -15,7 +15,6 @@ from torch import Tensor
 
 from forerun.config.engine_config import EngineConfig
 from forerun.config.model_config import ModelConfig
-from forerun.core.errors import ConfigError
 from forerun.models.gemma4_assistant import (
     AssistantConfig,
     load_assistant,
@@ -32,12 +31,14 @@ from forerun.speculative.base import (
     SpeculativeAlgorithm,
 )
 from forerun.speculative.chain import NUM_STEPS, check_match, resolve_num_drafts, sample_chain
+from forerun.speculative.sharding import of_rank
 
 DEFAULT_STEPS = 3
 
 
 class FrozenKVMTP(SpeculativeAlgorithm):
     options = (NUM_STEPS,)
+    shards_draft = True
     quantizes_draft = True
 
     @classmethod
@@ -47,17 +48,13 @@ class FrozenKVMTP(SpeculativeAlgorithm):
         draft.sources(target, str(folder))
         check_match(folder, "target hidden size", draft.target_hidden_size, target.hidden_size)
         check_match(folder, "vocabulary", draft.model.vocab_size, target.vocab_size)
-        if config.tp_size > 1:
-            raise ConfigError(
-                f"tp_size {config.tp_size} divides the target's K/V, and a draft that reads it is"
-                " not divided; drop speculative_algorithm or tp_size."
-            )
+        heads = of_rank(config, folder, draft.heads_of)
         return SpecCaps(
             num_drafts=drafts,
             flexible=True,
             kv_reserve=drafts + 1,
             reads_target_kv=True,
-            draft_heads=draft.model.num_heads,
+            draft_heads=heads,
             draft_hidden_size=draft.model.hidden_size,
             draft_attention=draft.layer_masks,
             deferred_observe=True,

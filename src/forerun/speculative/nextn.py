@@ -27,7 +27,7 @@ from forerun.models.nextn import NextNConfig, NextNDraft, load_nextn, load_nextn
 from forerun.speculative.base import DraftContext, ObserveInput, SpecCaps, TargetHandle
 from forerun.speculative.beam_tree import TOPK, BeamTree, resolve_tree
 from forerun.speculative.chain import NUM_STEPS, HiddenStateChain, check_match, resolve_num_drafts
-from forerun.speculative.sharding import rank_layout
+from forerun.speculative.sharding import of_rank
 
 DEFAULT_STEPS = 3
 
@@ -52,7 +52,7 @@ class NextN(HiddenStateChain):
             num_drafts=drafts,
             flexible=True,
             kv_reserve=drafts + 1,
-            draft_kv=rank_layout(config, folder, layout),
+            draft_kv=of_rank(config, folder, layout),
             draft_heads=model.num_heads // config.draft_ranks,
             draft_hidden_size=model.hidden_size,
             draft_attention=(draft.mask,) * draft.count,

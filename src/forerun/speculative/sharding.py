@@ -6,13 +6,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from forerun.config.engine_config import EngineConfig
 from forerun.config.model_config import ModelConfig
 from forerun.core.errors import ConfigError
-from forerun.kvcache.layouts import ModelLayout
 from forerun.layers.communication import SINGLE_RANK, Communicator, UnreducedRank
 from forerun.speculative.base import SpecCaps, SpeculativeAlgorithm
 from forerun.speculative.check import resolve_caps
@@ -35,7 +35,7 @@ def resolve_draft(
     device: torch.device,
 ) -> tuple[EngineConfig, SpecCaps]:
     """The algorithm's needs, and `config` with `speculative_draft_tp_size` set if ranks divide the
-    draft by default.
+    draft by default: a large one, or one that reads what the target's ranks divide.
 
     Raises:
         ConfigError: as `resolve_caps`.
@@ -49,18 +49,26 @@ def resolve_draft(
             caps = resolve_caps(algorithm, divided, target, dtype)
             if divides_by_default(caps.draft_hidden_size):
                 return divided, caps
-    return config, resolve_caps(algorithm, config, target, dtype)
+    caps = resolve_caps(algorithm, config, target, dtype)
+    if not caps.reads_target_kv or config.draft_ranks == config.tp_size:
+        return config, caps
+    if config.speculative_draft_tp_size is not None:
+        raise ConfigError(
+            f"speculative_draft_tp_size {config.speculative_draft_tp_size}: the draft reads the"
+            f" target's K/V, which tp_size {config.tp_size} divides; drop it."
+        )
+    divided = replace(config, speculative_draft_tp_size=config.tp_size)
+    return divided, resolve_caps(algorithm, divided, target, dtype)
 
 
-def rank_layout(
-    config: EngineConfig,
-    folder: Path,
-    layout: Callable[[Communicator], ModelLayout],
-) -> ModelLayout:
-    """What the draft's layers keep on a rank, for `SpecCaps.draft_kv`.
+Part = TypeVar("Part")
+
+
+def of_rank(config: EngineConfig, folder: Path, make: Callable[[Communicator], Part]) -> Part:
+    """What a rank has of the draft, such as the layout of its K/V for `SpecCaps.draft_kv`.
 
     Args:
-        layout: that of one of these ranks.
+        make: it, for one of these ranks.
 
     Raises:
         ConfigError: the draft cannot be divided as the settings ask for.
@@ -68,7 +76,7 @@ def rank_layout(
     ranks = config.draft_ranks
     comm = UnreducedRank(0, ranks) if ranks > 1 else SINGLE_RANK
     try:
-        return layout(comm)
+        return make(comm)
     except ConfigError as error:
         if ranks == 1:
             raise

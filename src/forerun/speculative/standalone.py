@@ -51,7 +51,7 @@ from forerun.speculative.chain import (
     sample_chain,
     sample_rows,
 )
-from forerun.speculative.sharding import rank_layout
+from forerun.speculative.sharding import of_rank
 
 log = logging.getLogger("forerun")
 DEFAULT_STEPS = 4
@@ -228,7 +228,7 @@ def _layout(
         place = WeightPlacement(dtype, torch.device("meta"), comm)
         return build(draft, place, max_positions=1).kv_layout(dtype)
 
-    return rank_layout(config, folder, layout)
+    return of_rank(config, folder, layout)
 
 
 def _check_vocabulary(

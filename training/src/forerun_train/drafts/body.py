@@ -122,6 +122,7 @@ def _check(config: DFlashConfig) -> None:
             ("attention sinks", any(config.sinks)),
             ("attention_value_scale", config.value_scale != 1),
             ("input_embedding_scale", config.embedding_scale != 1),
+            ("use_gemma_norm", config.unit_offset_norms),
             ("biases of q, k and v", config.model.qkv_bias),
             ("layers of different RoPE", len(set(config.model.layer_ropes)) > 1),
             ("partial_rotary_factor", config.model.rope.partial_rotary_factor != 1),
