@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from forerun import LLM
+from forerun.executor.step.device_step import DeviceStep
 from forerun.sampling.noise import gumbel_argmax, seed_key
 from forerun.speculative.base import Draft, ProposeInput
 from tests import chain_models as models
@@ -109,7 +110,14 @@ EAGER: dict[str, Any] = {"disable_cuda_graph": True}  # `propose` runs in every 
 
 def recorded(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[int]]]:
     """Position of the last token and the proposed drafts, for every step with one request."""
-    algorithm, seen = llm.engine.executor.step.algorithm.algorithm, []
+    return recorded_drafts(llm.engine.executor.step, monkeypatch)
+
+
+def recorded_drafts(
+    step: DeviceStep, monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[int, list[int]]]:
+    """The same of one executor."""
+    algorithm, seen = step.algorithm.algorithm, []
     propose = algorithm.propose
 
     def recording(step: ProposeInput) -> Draft:

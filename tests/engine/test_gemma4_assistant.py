@@ -21,10 +21,8 @@ from forerun.config.engine_config import EngineConfig
 from forerun.core.errors import ConfigError
 from forerun.core.sampling_params import SamplingParams
 from forerun.doctor.draft import explain_draft
-from forerun.engine.engine import Engine
 from forerun.sampling.noise import gumbel_argmax, seed_key
-from forerun.speculative.base import Draft, ProposeInput
-from tests.engine.test_chain_drafts import alternate_widths, recorded
+from tests.engine.test_chain_drafts import alternate_widths, recorded, recorded_drafts
 from tests.engine.test_family_targets import config_of, reference
 from tests.engine.test_matrix import GREEDY, SEEDED, generate, params
 from tests.engine.test_moe_target import SIZES, prompts
@@ -211,7 +209,7 @@ def test_the_width_does_not_change_the_drafts(root: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_drafts_of_two_ranks(root: Path, form: str) -> None:
+def test_drafts_of_two_ranks(root: Path, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks divide the draft as they do the target's K/V, whose heads may be fewer."""
     draft = str(root / f"gemma4-{form}")
     own = {"speculative_algorithm": "FROZEN_KV_MTP", "speculative_draft_model_path": draft}
@@ -222,34 +220,21 @@ def test_drafts_of_two_ranks(root: Path, form: str) -> None:
         "speculative_adaptive": False,
         **own,
     }
-    drafts: list[list[tuple[Any, ...]]] = []
     options = {"speculative_num_steps": STEPS}
+    asked = {"temperature": 0.8, "sampling_seed": SEED, "max_new_tokens": 24, "ignore_eos": True}
+    found = []
     for ranks in (1, 2):
         settings = EngineConfig.of({**shared, "tp_size": ranks}, options)
         with engine_of(settings) as engine:
-            steps = seen_drafts(engine)
-            asked = {"temperature": 0.8, "sampling_seed": SEED, "max_new_tokens": 24}
-            params = SamplingParams.of({**asked, "ignore_eos": True})
-            requests = [engine.make_request(prompt, params) for prompt in prompts()[:2]]
-            run_together(engine, requests)
-        drafts.append([*steps, *(tuple(request.output) for request in requests)])
-    assert drafts[0] == drafts[1]
-    assert len(drafts[0]) > 6
-
-
-def seen_drafts(engine: Engine) -> list[tuple[Any, ...]]:
-    """The first rank's drafts of every step from now on."""
-    executor: Any = getattr(engine.executor, "executors", [engine.executor])[0]
-    algorithm, seen = executor.step.algorithm.algorithm, []
-    propose = algorithm.propose
-
-    def recorded_propose(step: ProposeInput) -> Draft:
-        draft = propose(step)
-        seen.append((step.start.tolist(), draft.tokens.tolist()))
-        return draft
-
-    algorithm.propose = recorded_propose
-    return seen
+            executor: Any = getattr(engine.executor, "executors", [engine.executor])[0]
+            drafts = recorded_drafts(executor.step, monkeypatch)
+            requests = []
+            for prompt in prompts()[:2]:
+                requests.append(engine.make_request(prompt, SamplingParams.of(asked)))
+                run_together(engine, requests[-1:])
+        found.append((drafts, [request.output for request in requests]))
+    assert found[0] == found[1]
+    assert len(found[0][0]) > 6
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 from forerun.kernels.drafting import (
     best_token,
     confidence,
@@ -16,51 +20,34 @@ from forerun.kernels.speculation import reliability
 from tests.kernels.compiled import TARGETS, Case, on_each
 
 
-def _gru(requests: int) -> list[Case]:
-    def make(name: str, targets: tuple[str, ...], gpu: GpuInfo) -> Case:
+def _on_tiles(
+    name: str,
+    kernel: Any,
+    signature: dict[str, str],
+    constants: Callable[[gru.Tile], dict[str, Any]],
+    multiples: tuple[str, ...],
+) -> list[Case]:
+    """Cases of a kernel of Domino's recurrence, with the tiles of each number of requests."""
+
+    def make(requests: int, name: str, targets: tuple[str, ...], gpu: GpuInfo) -> Case:
         tile = gru.tile_of(requests, gpu)
+        blocks = {"BLOCK_B": tile.requests, "BLOCK_K": tile.block_bytes // 2}
         return Case(
             name,
-            gru._gru_step,
-            dict.fromkeys(
-                ("x_ptr", "state_ptr", "of_input_ptr", "of_state_ptr", "out_ptr"), "*bf16"
-            )
-            | dict.fromkeys(("first_ptr", "keys_ptr"), "*i64")
-            | dict.fromkeys(("batch", "row", "inputs", "size"), "i32"),
-            {"LOOK_UP": True, "ZEROS": False, "UNITS": tile.rows // gru.GATES} | _blocks(tile),
-            options=_options(tile),
-            multiples=("inputs", "size"),
+            kernel,
+            signature,
+            constants(tile) | blocks,
+            options={"num_warps": tile.num_warps, "num_stages": tile.num_stages},
+            multiples=multiples,
             matrix=requests > 1,
             targets=targets,
         )
 
-    return on_each(f"GRU step, {requests} requests", TARGETS, make)
-
-
-def _silu(requests: int) -> list[Case]:
-    def make(name: str, targets: tuple[str, ...], gpu: GpuInfo) -> Case:
-        tile = gru.tile_of(requests, gpu)
-        return Case(
-            name,
-            gru._silu_of_state,
-            dict.fromkeys(("base_ptr", "state_ptr", "weight_ptr", "out_ptr"), "*bf16")
-            | dict.fromkeys(("batch", "outputs", "size", "base_stride", "weight_stride"), "i32"),
-            {"OUTPUTS": tile.rows // 2} | _blocks(tile),
-            options=_options(tile),
-            multiples=("outputs", "size", "base_stride", "weight_stride"),
-            matrix=requests > 1,
-            targets=targets,
-        )
-
-    return on_each(f"SiLU of state, {requests} requests", TARGETS, make)
-
-
-def _blocks(tile: gru.Tile) -> dict[str, int]:
-    return {"BLOCK_B": tile.requests, "BLOCK_K": tile.block_bytes // 2}
-
-
-def _options(tile: gru.Tile) -> dict[str, int]:
-    return {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    return [
+        case
+        for requests in (1, 8, 16, 32)
+        for case in on_each(f"{name}, {requests} requests", TARGETS, partial(make, requests))
+    ]
 
 
 CASES = [
@@ -154,7 +141,23 @@ CASES = [
         options={"num_warps": 4},
         multiples=("size",),
     ),
-    *(case for requests in (1, 8, 16, 32) for each in (_gru, _silu) for case in each(requests)),
+    *_on_tiles(
+        "GRU step",
+        gru._gru_step,
+        dict.fromkeys(("x_ptr", "state_ptr", "of_input_ptr", "of_state_ptr", "out_ptr"), "*bf16")
+        | dict.fromkeys(("first_ptr", "keys_ptr"), "*i64")
+        | dict.fromkeys(("batch", "row", "inputs", "size"), "i32"),
+        lambda tile: {"LOOK_UP": True, "ZEROS": False, "UNITS": tile.rows // gru.GATES},
+        ("inputs", "size"),
+    ),
+    *_on_tiles(
+        "SiLU of state",
+        gru._silu_of_state,
+        dict.fromkeys(("base_ptr", "state_ptr", "weight_ptr", "out_ptr"), "*bf16")
+        | dict.fromkeys(("batch", "outputs", "size", "base_stride", "weight_stride"), "i32"),
+        lambda tile: {"OUTPUTS": tile.rows // 2},
+        ("outputs", "size", "base_stride", "weight_stride"),
+    ),
     Case(
         "convolve rows",
         convolution._convolve_rows,

@@ -21,6 +21,8 @@ from forerun.speculative.check import resolve_caps
 # of its weights only, which saves more from this hidden size on (docs/performance.md).
 MIN_DIVIDED_SIZE = 2048
 
+Part = TypeVar("Part")
+
 
 def divides_by_default(hidden_size: int) -> bool:
     """Whether ranks on GPUs divide a draft of this hidden size."""
@@ -61,14 +63,11 @@ def resolve_draft(
     return divided, resolve_caps(algorithm, divided, target, dtype)
 
 
-Part = TypeVar("Part")
-
-
 def of_rank(config: EngineConfig, folder: Path, make: Callable[[Communicator], Part]) -> Part:
     """What a rank has of the draft, such as the layout of its K/V for `SpecCaps.draft_kv`.
 
     Args:
-        make: it, for one of these ranks.
+        make: makes it for one of these ranks.
 
     Raises:
         ConfigError: the draft cannot be divided as the settings ask for.

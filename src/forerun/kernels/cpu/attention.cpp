@@ -21,7 +21,6 @@ constexpr int BLOCK = 32;          // positions
 constexpr int64_t PART = 1024;     // positions of a work item
 constexpr int MAX_ROWS = 32;       // query tokens times heads of a tile
 constexpr int VECTORS = BLOCK / LANES;
-constexpr int REGISTERS = LANES == 8 ? 16 : 32;
 enum Mask : int32_t { CAUSAL_MASK, BLOCK_MASK, SLIDING_BLOCK_MASK };  // see `LayerMask`
 
 // In Python: `_Attention` in attention.py.
@@ -246,8 +245,8 @@ inline bool softmax_row(float* scores, float* largest, float* sum, float* factor
 // out[ROWS, dims of one step] += weights [ROWS, BLOCK] times V.
 template <class P, int ROWS>
 void add_values(const P* const* rows, int count, const float* weights, int64_t dim, float* out) {
-    // Registers along a head: with sums of all rows, as many as there are.
-    constexpr int WIDE = ROWS == 4 && REGISTERS == 16 ? 2 : 4;
+    // Registers along a head, for which the sums of all rows stay in registers.
+    constexpr int WIDE = ROWS == 4 && VECTOR_REGISTERS == 16 ? 2 : 4;
     const auto columns = [&](int64_t d, auto width) {
         constexpr int W = decltype(width)::value;
         Vec sum[ROWS][W];

@@ -30,11 +30,7 @@ namespace forerun {
 constexpr int PANEL = 2 * LANES;
 constexpr int GROUP = 32;  // k that share a scale, int8
 
-#if FORERUN_LANES == 16 || defined(__aarch64__)
-constexpr int REGISTERS = 24;  // for accumulators
-#else
-constexpr int REGISTERS = 12;
-#endif
+constexpr int REGISTERS = VECTOR_REGISTERS * 3 / 4;  // for accumulators
 
 enum Kind : int32_t {
     FLOAT32 = 0,

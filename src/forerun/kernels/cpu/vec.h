@@ -30,6 +30,11 @@
 namespace forerun {
 
 constexpr int LANES = FORERUN_LANES;
+#if FORERUN_LANES == 16 || defined(__aarch64__)
+constexpr int VECTOR_REGISTERS = 32;
+#else
+constexpr int VECTOR_REGISTERS = 16;
+#endif
 
 typedef float Vec __attribute__((vector_size(4 * FORERUN_LANES)));
 typedef int32_t IntVec __attribute__((vector_size(4 * FORERUN_LANES)));
