@@ -22,8 +22,8 @@ from forerun.kernels.attention.tiles import (
 from forerun.kernels.runtime.fp8 import FP8
 from forerun.kernels.runtime.gpu import GpuInfo
 from forerun.kernels.sampling.log_sum_exp import PART, _sum_part, _sum_parts
-from tests.kernels.cases_attention import NAMES, POOLS, _common, _on_each, _tiles
-from tests.kernels.compiled import Case
+from tests.kernels.cases_attention import NAMES, POOLS, _common, _tiles
+from tests.kernels.compiled import Case, on_each
 
 STRIDES = ("q_token_stride", "q_head_stride", "page_table_stride")
 FEW = ("sm_90", "sm_80", "gfx942")
@@ -86,7 +86,7 @@ def attention(
             alike=f"{dim} {dtype}",
         )
 
-    return _on_each(name, targets, make)
+    return on_each(name, targets, make)
 
 
 def latent(
@@ -128,7 +128,7 @@ def latent(
             alike="latent",
         )
 
-    return _on_each(name, targets, make)
+    return on_each(name, targets, make)
 
 
 def fold(name: str, ragged: bool = False, **more: Any) -> Case:

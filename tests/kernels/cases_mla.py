@@ -18,8 +18,8 @@ from forerun.kernels.attention.tiles import (
 from forerun.kernels.elementwise.latent_norm_rope import _latent_norm_rope_write
 from forerun.kernels.runtime.gpu import GpuInfo
 from forerun.kernels.speculation.tree import mask_words
-from tests.kernels.cases_attention import NAMES, ONE, POOLS, RDNA, _on_each, _tiles
-from tests.kernels.compiled import TARGETS, Case
+from tests.kernels.cases_attention import NAMES, ONE, POOLS, _tiles
+from tests.kernels.compiled import RDNA, TARGETS, Case, on_each
 
 STRIDES = ("kv_stride", "q_token_stride", "q_head_stride", "out_token_stride", "out_head_stride")
 
@@ -95,7 +95,7 @@ def absorbed(
             spill_bytes=_spills(gpu, shape),
         )
 
-    return _on_each(name, targets, make)
+    return on_each(name, targets, make)
 
 
 def expanded(
@@ -132,7 +132,7 @@ def expanded(
             matrix=dtype != torch.float32,
         )
 
-    return _on_each(name, targets, make)
+    return on_each(name, targets, make)
 
 
 def _spills(gpu: GpuInfo, shape: LatentShape) -> int:
