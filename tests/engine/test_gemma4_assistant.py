@@ -55,7 +55,9 @@ def shared_kv() -> Iterator[None]:
     transformers 5.23 hands out nothing where no layers of the target itself share K/V, and refuses
     its own assistant, all of whose layers do.
     """
-    modes = Gemma4TextConfig.kv_sharing_modes
+    modes = getattr(Gemma4TextConfig, "kv_sharing_modes", None)
+    if modes is None:
+        pytest.skip("the oracle is transformers 5.23 or later")
 
     def of(config: Gemma4TextConfig) -> list[str | None]:
         if config.num_kv_shared_layers == config.num_hidden_layers:
