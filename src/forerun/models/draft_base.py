@@ -18,6 +18,8 @@ from torch import Tensor
 
 from forerun.config.model_config import ModelConfig
 from forerun.core.errors import ConfigError
+from forerun.kernels.cpu.library import serves_tables
+from forerun.kernels.cpu.step import take_rows
 from forerun.kvcache.layouts import ModelLayout
 from forerun.layers.communication import SINGLE_RANK, Communicator, WeightPlacement
 from forerun.layers.embedding import LMHead, VocabEmbedding
@@ -135,7 +137,13 @@ class DraftModel(Module):
 
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
         """int64, any shape."""
-        return draft_ids if self.d2t is None else draft_ids + self.d2t[draft_ids]
+        return draft_ids if self.d2t is None else draft_ids + self._offsets_of(draft_ids, self.d2t)
+
+    @staticmethod
+    def _offsets_of(draft_ids: Tensor, d2t: Tensor) -> Tensor:
+        if not serves_tables(draft_ids):
+            return d2t[draft_ids]
+        return take_rows(d2t.view(-1, 1), draft_ids.flatten()).view_as(draft_ids)
 
 
 def dense_layout(

@@ -169,6 +169,45 @@ int64_t add_argmax(const T* x, const T* y, int64_t size) {
     return at;
 }
 
+// The sum of x * y.
+template <class T>
+float dot(const T* x, const T* y, int64_t size) {
+    Vec sums = {};
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES)
+        sums = mul_add(load_floats(x + i), load_floats(y + i), sums);
+    float sum = sum_lanes(sums);
+    for (; i < size; i++) sum += to_float(x[i]) * to_float(y[i]);
+    return sum;
+}
+
+}  // namespace forerun
+
+// In Python: `confidences` in functions.py.
+struct Confidences {
+    const void* hidden;  // [B, D, size]
+    const void* more;    // [B, D, more_size]
+    const void* weight;  // [size + more_size]
+    const void* bias;    // [1]
+    float* out;          // [B, D]
+    int64_t batch, depth, size, more_size, batch_stride, row_stride, bfloat16;
+};
+
+namespace forerun {
+
+template <class T>
+void confidences(const Confidences& a) {
+    const auto *hidden = static_cast<const T*>(a.hidden), *more = static_cast<const T*>(a.more);
+    const auto* weight = static_cast<const T*>(a.weight);
+    const float bias = to_float(*static_cast<const T*>(a.bias));
+    for (int64_t at = 0; at < a.batch * a.depth; at++) {
+        const int64_t row = at / a.depth * a.batch_stride + at % a.depth * a.row_stride;
+        const float score = dot(hidden + row, weight, a.size) +
+                            dot(more + at * a.more_size, weight + a.size, a.more_size) + bias;
+        a.out[at] = sigmoid_vec(broadcast(score))[0];
+    }
+}
+
 }  // namespace forerun
 
 using namespace forerun;
@@ -212,6 +251,10 @@ void forerun_add_argmax(const void* x, int64_t x_stride, const void* y, int64_t 
                              : add_argmax(static_cast<const float*>(x) + a,
                                           static_cast<const float*>(y) + b, size);
     });
+}
+
+void forerun_confidences(const Confidences* a, int32_t) {
+    a->bfloat16 ? confidences<BFloat16>(*a) : confidences<float>(*a);
 }
 
 void forerun_rope_write(const RopeWrite* a, int32_t threads) {

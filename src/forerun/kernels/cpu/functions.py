@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.kernels.cpu.library import call, serves
+from forerun.kernels.cpu.step import run_with
 
 
 class _Function(Enum):
@@ -60,6 +61,18 @@ def add_argmax(x: Tensor, y: Tensor) -> Tensor:
         "forerun_add_argmax", x.data_ptr(), x.stride(0), y.data_ptr(), y.stride(0), rows, size,
         out.data_ptr(), x.dtype == torch.bfloat16,
     )  # fmt: skip
+    return out
+
+
+def confidences(hidden: Tensor, more: Tensor | None, weight: Tensor, bias: Tensor) -> Tensor:
+    """As of that in `kernels/drafting/confidence.py`, of tensors of one dtype, where our kernels
+    `serve`.
+    """
+    batch, depth, size = hidden.shape
+    out = torch.empty(batch, depth, dtype=torch.float32)
+    sizes = batch, depth, size, 0 if more is None else more.shape[2]
+    strides = hidden.stride(0), hidden.stride(1), hidden.dtype == torch.bfloat16
+    run_with("forerun_confidences", (hidden, more, weight, bias, out), *sizes, *strides)
     return out
 
 

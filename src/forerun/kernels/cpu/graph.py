@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import c_int64
 from typing import Any, TypeVar
 
@@ -134,6 +134,8 @@ class _StepRecorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is _aten.cat.default and _joins_rows(*args, **kwargs):
             return self._cat(*args)
+        if func is _aten.stack.default and _stacks_columns(*args, **kwargs):
+            return self._stack(*args)
         out = func(*args, **kwargs)
         results = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
         self.kept += results
@@ -144,6 +146,8 @@ class _StepRecorder(TorchDispatchMode):
         there = {x.untyped_storage().data_ptr() for x in inputs}
         fresh = [x for x in results if x.untyped_storage().data_ptr() not in there]
         self.made += fresh
+        if fresh and not any(x.numel() for x in results):
+            return out  # nothing is in them
         if fresh:
             self._flush()
             self._steps.append(_again(func, args, kwargs, out))
@@ -156,12 +160,20 @@ class _StepRecorder(TorchDispatchMode):
     def _cat(self, tensors: list[Tensor], dim: int = 0) -> Tensor:
         """Concatenation of matrices by our kernel: PyTorch's takes as long as a small GEMM."""
         out: Tensor = _aten.cat.default(tensors, dim)
-        self.kept += [*tensors, out]
+        return self._joined(out, tensors, out.split([x.shape[dim] for x in tensors], dim))
+
+    def _stack(self, tensors: list[Tensor], dim: int = 0) -> Tensor:
+        """[B, …] each -> [B, N, …], the same way."""
+        out: Tensor = _aten.stack.default(tensors, dim)
+        batch = out.shape[0]
+        matrices = [x.view(batch, -1) for x in tensors]
+        return self._joined(out, matrices, out.view(batch, len(tensors), -1).unbind(1))
+
+    def _joined(self, out: Tensor, sources: list[Tensor], parts: Sequence[Tensor]) -> Tensor:
+        self.kept += [*sources, out]
         self.made.append(out)
-        for source, target in zip(
-            tensors, out.split([x.shape[dim] for x in tensors], dim), strict=True
-        ):
-            copy_rows(source, target)
+        for source, part in zip(sources, parts, strict=True):
+            copy_rows(source, part)
         return out
 
     def finish(self) -> list[Callable[[], object]]:
@@ -183,6 +195,11 @@ def _joins_rows(tensors: list[Tensor], dim: int = 0) -> bool:
     """Whether they are matrices of one dtype with contiguous rows."""
     first = tensors[0]
     return all(x.ndim == 2 and x.dtype == first.dtype and x.stride(1) == 1 for x in tensors)
+
+
+def _stacks_columns(tensors: list[Tensor], dim: int = 0) -> bool:
+    """Whether they become columns: contiguous tensors, after their first dimension."""
+    return dim == 1 and all(x.is_contiguous() for x in tensors)
 
 
 def _has_mask(indices: Any) -> bool:

@@ -69,6 +69,8 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
     "forerun_add_argmax": (
         c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int32, c_int32
     ),
+    "forerun_count_reliability": (c_void_p, c_int32),
+    "forerun_confidences": (c_void_p, c_int32),
     # Not of steps.
     "forerun_replay_delta": (c_void_p, c_void_p, c_void_p, c_void_p, c_int32),
     "forerun_pack": (

@@ -161,6 +161,37 @@ void forerun_learn(const Learn* a, int32_t) {
     }
 }
 
+// In Python: `count_reliability` in ragged.py.
+struct CountReliability {
+    double* counts;            // [2 * bins, 3]
+    const float* confidence;   // [B, D]
+    const int32_t* committed;  // [B]
+    const int64_t* slots;      // [B]
+    const int32_t* limits;     // by slot
+    const float* temperature;  // by slot
+    const int32_t* widths;     // [B], or null: all drafts and one
+    int64_t batch, depth, bins, temperature_stride, padding_slot;
+};
+
+void forerun_count_reliability(const CountReliability* a, int32_t) {
+    for (int64_t b = 0; b < a->batch; b++) {
+        const int64_t slot = a->slots[b];
+        if (slot == a->padding_slot) continue;
+        const int64_t committed = a->committed[b];
+        int64_t tested = std::min<int64_t>({committed, a->limits[slot], a->depth});
+        if (a->widths) tested = std::min<int64_t>(tested, a->widths[b] - 1);
+        const bool greedy = a->temperature[slot * a->temperature_stride] <= 0;
+        for (int64_t k = 0; k < tested; k++) {
+            const float confidence = a->confidence[b * a->depth + k];
+            const float place = confidence * float(a->bins);
+            const int64_t last = a->bins - 1;
+            const int64_t bin = place > 0 ? int64_t(std::min(place, float(last))) : 0;
+            double* counts = a->counts + 3 * (bin + (greedy ? 0 : a->bins));
+            counts[0] += 1, counts[1] += k < committed - 1, counts[2] += double(confidence);
+        }
+    }
+}
+
 // In Python: `allocate` in ragged.py.
 struct Allocate {
     const float* survival;  // [B, K]

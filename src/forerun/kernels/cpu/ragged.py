@@ -38,6 +38,16 @@ def learn(
     run_with("forerun_learn", (*estimator, *step, confidence), *sizes)
 
 
+def count_reliability(
+    counts: Tensor, step: tuple[Tensor | None, ...], depth: int, stride: int, padding_slot: int
+) -> None:
+    """`step`: confidences, committed tokens, slots; limits and temperatures by slot; widths."""
+    slots = step[2]
+    assert slots is not None
+    sizes = slots.shape[0], depth, counts.shape[0] // 2, stride, padding_slot
+    run_with("forerun_count_reliability", (counts, *step), *sizes)
+
+
 def allocate(survival: Tensor, wanted: int) -> Tensor:
     """[B] int32; `wanted`: drafts of all requests, at most B * K."""
     batch, num_drafts = survival.shape

@@ -13,7 +13,7 @@ enum Kernel : int64_t {
     DECODE_INPUTS, VERIFY_INPUTS, ACCEPT_COMMIT, RING_WRITE, TAKE_PACKED_ROWS, KV_SLOTS,
     COPY_ROWS, RING_READ, PROMPT_LOOKUP, SUFFIX_APPEND, SUFFIX_DRAFTS, EXPERTS,
     CAUSAL_CONV, GATED_DELTA, GATED_NORM, APPLY, LOG_SUM_EXP, HEAD_GEMM, SURVIVAL, LEARN, ALLOCATE,
-    PACK_TOKENS, ADD_ARGMAX,
+    PACK_TOKENS, ADD_ARGMAX, COUNT_RELIABILITY, CONFIDENCES,
 };
 
 // In Python: `_Call` in graph.py. Pointers and integers as they are, floats in the low half.
@@ -65,6 +65,8 @@ void forerun_survival(In, int32_t);
 void forerun_learn(In, int32_t);
 void forerun_allocate(In, int32_t);
 void forerun_pack_tokens(In, int32_t);
+void forerun_count_reliability(In, int32_t);
+void forerun_confidences(In, int32_t);
 void forerun_copy_rows(In, int64_t, int64_t, int64_t, Out, int64_t, int32_t);
 void forerun_add_argmax(In, int64_t, In, int64_t, int64_t, int64_t, Out, int32_t, int32_t);
 
@@ -114,6 +116,8 @@ static void run(const Call& c, int32_t threads) {
         case ADD_ARGMAX:
             return forerun_add_argmax(c.in(0), w[1], c.in(2), w[3], w[4], w[5], c.out(6),
                                       int32_t(w[7]), threads);
+        case COUNT_RELIABILITY: return forerun_count_reliability(c.in(0), threads);
+        case CONFIDENCES: return forerun_confidences(c.in(0), threads);
         case COPY_ROWS:
             return forerun_copy_rows(c.in(0), w[1], w[2], w[3], c.out(4), w[5], threads);
     }

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forerun.kernels.cpu import functions as cpu
 from forerun.kernels.runtime.jit import jit, tl, use_triton
 
 BLOCK = 2048  # inputs that are multiplied at once
@@ -32,7 +33,9 @@ def confidences(hidden: Tensor, more: Tensor | None, weight: Tensor, bias: Tenso
         [B, D] float32.
     """
     if not use_triton(hidden):
-        return confidences_ref(hidden, more, weight, bias)
+        given = [x for x in (hidden, more, weight, bias) if x is not None]
+        known = cpu.serve(hidden) and {x.dtype for x in given} == {hidden.dtype}
+        return (cpu.confidences if known else confidences_ref)(hidden, more, weight, bias)
     batch, depth, size = hidden.shape
     out = torch.empty(batch, depth, dtype=torch.float32, device=hidden.device)
     _confidences[(depth, batch)](

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from forerun.kernels.cpu import library
+from forerun.kernels.cpu import ragged as cpu
 from forerun.kernels.runtime.jit import jit, tl, use_triton
 
 BLOCK = 256  # drafts that a CTA counts
@@ -65,7 +67,13 @@ def count_reliability(
         widths: [B] int32, tokens that were verified; None: all drafts and one.
     """
     if not use_triton(confidence):
-        count_reliability_ref(counts, confidence, num_committed, slots, drafts, widths)
+        if library.serves_tables(confidence):
+            of_slots = drafts.limits, drafts.temperature
+            step = confidence, num_committed, slots, *of_slots, widths
+            stride = drafts.temperature.stride(0)
+            cpu.count_reliability(counts, step, confidence.shape[1], stride, drafts.padding_slot)
+        else:
+            count_reliability_ref(counts, confidence, num_committed, slots, drafts, widths)
         return
     total = confidence.numel()
     _count_reliability[(-(-total // BLOCK),)](
