@@ -89,6 +89,25 @@ def test_matrices_are_concatenated_by_kernels(dim: int) -> None:
     assert torch.equal(out, torch.cat([x[:, :4], x[:, 4:]], dim))
 
 
+@pytest.mark.parametrize("shape", [(3,), (3, 8), (1, 2, 4)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bfloat16])
+def test_columns_are_stacked_by_kernels(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    def draw() -> torch.Tensor:
+        return torch.randint(-99, 99, (2, *shape)).to(dtype)
+
+    x = draw()
+    graph, out = CpuGraph.record(lambda: torch.stack([x[0], x[1], x[0]], 1))
+    assert graph.num_parts == 1
+    x.copy_(draw())
+    graph.replay()
+    assert torch.equal(out, torch.stack([x[0], x[1], x[0]], 1))
+
+
+def test_what_has_no_elements_is_not_run_again() -> None:
+    graph, out = CpuGraph.record(lambda: torch.zeros(2, 0) + 1)
+    assert graph.num_parts == 0 and out.shape == (2, 0)
+
+
 def test_a_kernel_is_called_at_once_after_recording() -> None:
     w, x = gemm.pack(torch.eye(8)), torch.randn(2, 8)
     graph, out = CpuGraph.record(lambda: gemm.gemm(x, w))

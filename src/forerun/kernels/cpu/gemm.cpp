@@ -75,8 +75,8 @@ struct Tokens {
     int64_t groups;        // int8: K / GROUP
 };
 
-// What a tile reads for its successors while it computes: the weights that the next tiles multiply,
-// or a half of them. Hardware follows a stream too late for tiles of several tokens.
+// What a tile reads into the L2 cache while it computes, mostly for its successors: the weights that
+// the next tiles multiply, or a half of them. Hardware follows a stream too late.
 struct Ahead {
     const char* data;
     int64_t panel_bytes;
@@ -88,14 +88,15 @@ struct Ahead {
 template <int PANELS>
 __attribute__((always_inline)) inline void prefetch(const Ahead& ahead, int64_t step) {
     constexpr int64_t REGISTER = 4 * LANES;
+    constexpr int L2 = 2;
     FORERUN_UNROLL
     for (int p = 0; p < PANELS; p++) {
         const char* panel = ahead.data + p * ahead.panel_bytes;
         if (ahead.whole) {
-            __builtin_prefetch(panel + 2 * step * REGISTER);
-            if (REGISTER >= 64) __builtin_prefetch(panel + (2 * step + 1) * REGISTER);
+            __builtin_prefetch(panel + 2 * step * REGISTER, 0, L2);
+            if (REGISTER >= 64) __builtin_prefetch(panel + (2 * step + 1) * REGISTER, 0, L2);
         } else {
-            __builtin_prefetch(panel + step * REGISTER);
+            __builtin_prefetch(panel + step * REGISTER, 0, L2);
         }
     }
 }
@@ -110,6 +111,9 @@ __attribute__((always_inline)) inline void each(Body&& body) {
     }
 }
 
+// How weights of a kind are multiplied. ACCUMULATORS: registers per LANES outputs. Tiles of up to
+// NEAR_TOKENS wait for memory more than for arithmetic, and read their own weights ahead instead of
+// those of their successors: they would wait for both.
 template <int KIND>
 struct Traits;
 
@@ -131,7 +135,7 @@ inline void tile_of_values(const Weight& w, int64_t panel, const Tokens& tokens,
     Vec sum[M][2 * PANELS];
     each<M, 2 * PANELS>([&](int m, int j) { sum[m][j] = Vec{}; });
     for (int64_t k = 0; k < w.k; k++) {
-        if (M > 1 && k % PER_STEP == 0) prefetch<PANELS>(ahead, k / PER_STEP);
+        if (k % PER_STEP == 0) prefetch<PANELS>(ahead, k / PER_STEP);
         Vec value[2 * PANELS];
         FORERUN_UNROLL
         for (int j = 0; j < 2 * PANELS; j++)
@@ -149,7 +153,8 @@ inline void tile_of_values(const Weight& w, int64_t panel, const Tokens& tokens,
 
 template <typename Value>
 struct TraitsOfValues {
-    static constexpr int ACCUMULATORS = 1;  // registers per LANES outputs
+    static constexpr int ACCUMULATORS = 1;
+    static constexpr int NEAR_TOKENS = sizeof(Value) == 4 || LANES >= 16 ? 2 : 0;
 
     template <int M, int PANELS>
     static void tile(const Weight& w, int64_t panel, const Tokens& tokens, int64_t first,
@@ -167,6 +172,7 @@ struct Traits<HALVES> : TraitsOfValues<Float16> {};
 template <>
 struct Traits<WIDENED> {
     static constexpr int ACCUMULATORS = 1;
+    static constexpr int NEAR_TOKENS = LANES < 16 ? 0 : 2;
 
     // Stored as BFLOAT16: two neighbouring k per 32 bits.
     template <int M, int PANELS>
@@ -178,7 +184,7 @@ struct Traits<WIDENED> {
         Vec sum[M][2 * PANELS];
         each<M, 2 * PANELS>([&](int m, int j) { sum[m][j] = Vec{}; });
         for (int64_t k = 0; k < pairs; k++) {
-            if (M > 1) prefetch<PANELS>(ahead, k);
+            prefetch<PANELS>(ahead, k);
             BitVec value[2 * PANELS];
             FORERUN_UNROLL
             for (int j = 0; j < 2 * PANELS; j++)
@@ -208,15 +214,19 @@ struct Traits<BFLOAT16> {
     static constexpr int ACCUMULATORS = 1;
 
     // Two neighbouring k per 32 bits.
-    static inline Vec multiply_add(Vec sum, BitVec pairs, uint32_t token) {
 #if defined(__AVX512BF16__) && FORERUN_LANES == 16
+    static constexpr int NEAR_TOKENS = 4;
+    static inline Vec multiply_add(Vec sum, BitVec pairs, uint32_t token) {
         return (Vec)_mm512_dpbf16_ps((__m512)sum, bits_as<__m512bh>(pairs),
                                      bits_as<__m512bh>(_mm512_set1_epi32(int(token))));
+    }
 #else
+    static constexpr int NEAR_TOKENS = LANES < 16 ? 0 : 2;
+    static inline Vec multiply_add(Vec sum, BitVec pairs, uint32_t token) {
         sum = mul_add(bits_as<Vec>(pairs << 16), bits_as<float>(token << 16), sum);
         return mul_add(bits_as<Vec>(pairs & 0xffff0000u), bits_as<float>(token & 0xffff0000u), sum);
-#endif
     }
+#endif
 
     template <int M, int PANELS>
     static void tile(const Weight& w, int64_t panel, const Tokens& tokens, int64_t first,
@@ -227,7 +237,7 @@ struct Traits<BFLOAT16> {
         Vec sum[M][2 * PANELS];
         each<M, 2 * PANELS>([&](int m, int j) { sum[m][j] = Vec{}; });
         for (int64_t k = 0; k < pairs; k++) {
-            if (M > 1) prefetch<PANELS>(ahead, k);
+            prefetch<PANELS>(ahead, k);
             BitVec value[2 * PANELS];
             FORERUN_UNROLL
             for (int j = 0; j < 2 * PANELS; j++)
@@ -248,6 +258,7 @@ struct Traits<BFLOAT16> {
 template <>
 struct Traits<INT8> {
     static constexpr int ACCUMULATORS = 2;  // of a group as integers, and of all in float32
+    static constexpr int NEAR_TOKENS = LANES < 16 ? 0 : 2;
 
 #if FORERUN_LANES == 16 && defined(__AVX512VNNI__)
     static constexpr bool BIASED = true;  // the instruction multiplies weights + 128
@@ -329,7 +340,7 @@ struct Traits<INT8> {
                 for (int j = 0; j < 2 * PANELS; j++) dot[m][j] = IntVec{} + start;
             }
             for (int64_t k = g * GROUP; k < (g + 1) * GROUP; k += 4) {
-                if (M > 1) prefetch<PANELS>(ahead, k / 4);
+                prefetch<PANELS>(ahead, k / 4);
                 IntVec value[2 * PANELS];
                 FORERUN_UNROLL
                 for (int j = 0; j < 2 * PANELS; j++)
@@ -461,6 +472,7 @@ __attribute__((always_inline)) inline void each_column(const Weight& w, int64_t 
 template <>
 struct Traits<GROUPED> {
     static constexpr int ACCUMULATORS = 1;
+    static constexpr int NEAR_TOKENS = 0;
 
     template <int BITS, int M, int PANELS>
     static void tile_of(const Weight& w, int64_t panel, const Tokens& tokens, int64_t first,
@@ -566,6 +578,9 @@ int64_t panel_bytes(const Weight& w) {
     return w.k * PANEL * (KIND == FLOAT32 ? 4 : 2);
 }
 
+// How far a tile reads its own weights ahead, where it does so.
+constexpr int64_t NEAR_BYTES = 1024;
+
 // Panels [begin, end) of tokens [first, first + count), tile by tile; sink(part) gets each.
 template <int KIND, class Sink>
 void multiply(const Weight& w, const Tokens& tokens, int64_t first, int64_t count, int64_t begin,
@@ -579,6 +594,7 @@ void multiply(const Weight& w, const Tokens& tokens, int64_t first, int64_t coun
     const char* after = next_gemm == nullptr ? data : static_cast<const char*>(next_gemm->data);
     for (int64_t panel = begin; panel < end; panel += step) {
         const char* next = panel + step < end ? data + (panel + step) * bytes : after;
+        if (tiles == 1 && count <= Traits<KIND>::NEAR_TOKENS) next = data + panel * bytes + NEAR_BYTES;
         for (int64_t t = 0; t < tiles; t++) {
             // A single tile reads all of the next panels ahead, or the first two a half each.
             const Ahead ahead = {t == 1 ? next + bytes / 2 : next, bytes, tiles == 1};

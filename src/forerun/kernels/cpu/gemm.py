@@ -19,6 +19,7 @@ PyTorch's: `torch.get_num_threads()`.
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
 from ctypes import c_int32, c_int64, c_void_p
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from forerun.kernels.cpu import large_pages
 from forerun.kernels.cpu.library import call, panel
 from forerun.kernels.gemm.grouped import GroupedKind, GroupedWeight
 
@@ -149,9 +151,7 @@ def pack(weight: Tensor, bias: Tensor | None = None, format: Format | None = Non
     rows = -(-n // panel()) * panel()
     groups = -(-k // GROUP)
     size = {Format.FLOAT32: 4 * k, Format.INT8: groups * GROUP}.get(format, 2 * k)
-    data = torch.empty(rows * size, dtype=torch.uint8)
-    call("forerun_advise_huge_pages", data.data_ptr(), data.nbytes)
-    data.zero_()
+    data = large_pages.empty(rows * size).zero_()
     scales = torch.zeros(rows * groups if format is Format.INT8 else 0, dtype=torch.bfloat16)
     weight = weight.contiguous()
     if format is Format.HALVES:
@@ -175,8 +175,7 @@ def pack_grouped(weight: GroupedWeight, bias: Tensor | None, dtype: torch.dtype)
     """Packs a weight [N, K] and bias [N]; `dtype`: of tokens and results."""
     (n, k), kind = weight.shape, weight.kind
     panels = -(-n // panel())
-    data = torch.empty(panels * panel() * weight.codes.shape[1], dtype=torch.uint8)
-    call("forerun_advise_huge_pages", data.data_ptr(), data.nbytes)
+    data = large_pages.empty(panels * panel() * weight.codes.shape[1])
     words = weight.codes.contiguous().view(torch.int32)
     _lay_out(words, data.view(torch.int32).view(panels, -1, panel()))
     scales = _pack_scales(weight, panels)
@@ -189,19 +188,23 @@ def _pack_scales(weight: GroupedWeight, panels: int) -> Tensor:
     parts = [each for each in (weight.scales, weight.leasts) if each is not None]
     groups = weight.shape[1] // kind.group
     if not kind.supers:
-        scales = torch.empty(panels, groups, len(parts), size, dtype=kind.scales)
+        scales = _empty(panels, groups, len(parts), size, dtype=kind.scales)
         for i, part in enumerate(parts):
             _lay_out(part, scales[:, :, i])
         return scales
     supers = [each for each in (weight.super_scales, weight.super_leasts) if each is not None]
     head, values = 2 * len(parts) * size, len(parts) * size
-    blocks = torch.empty(panels, groups // kind.supers, head + kind.supers * values).byte()
+    blocks = _empty(panels, groups // kind.supers, head + kind.supers * values)
     heads = blocks[..., :head].view(torch.float16).unflatten(-1, (-1, size))
     multiples = blocks[..., head:].view(torch.int8).unflatten(-1, (kind.supers, -1, size))
     for i, (of_blocks, part) in enumerate(zip(supers, parts, strict=True)):
         _lay_out(of_blocks, heads[:, :, i])
         _lay_out(part.unflatten(1, (-1, kind.supers)), multiples[:, :, :, i])
     return blocks
+
+
+def _empty(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+    return large_pages.empty(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
 
 def _lay_out(rows: Tensor, to: Tensor) -> None:

@@ -198,8 +198,9 @@ def _joins_rows(tensors: list[Tensor], dim: int = 0) -> bool:
 
 
 def _stacks_columns(tensors: list[Tensor], dim: int = 0) -> bool:
-    """Whether they become columns: contiguous tensors, after their first dimension."""
-    return dim == 1 and all(x.is_contiguous() for x in tensors)
+    """Whether they become columns: contiguous tensors of one dtype, after their first dimension."""
+    dtype = tensors[0].dtype
+    return dim == 1 and all(x.numel() and x.is_contiguous() and x.dtype == dtype for x in tensors)
 
 
 def _has_mask(indices: Any) -> bool:
