@@ -228,13 +228,14 @@ def _check_draft_settings(
             f" {config.speculative_algorithm or 'plain decoding'} has no K/V of a draft; drop it."
         )
     if config.speculative_algorithm is None:
-        for name in (
-            "speculative_draft_model_path",
-            "speculative_num_draft_tokens",
-            "speculative_attention_mode",
+        for name, hint in (
+            ("speculative_draft_model_path", " (`forerun doctor` with this path names it)"),
+            ("speculative_num_draft_tokens", ""),
+            ("speculative_attention_mode", ""),
         ):
             if getattr(config, name) is not None:
-                raise ConfigError(f"{name} is set without speculative_algorithm; set it too.")
+                message = f"{name} is set without speculative_algorithm; set it too{hint}."
+                raise ConfigError(message)
     if caps.draft_kv is None and not caps.reads_target_kv:
         for name in ("speculative_draft_attention_backend", "speculative_draft_window_size"):
             if getattr(config, name) is not None:

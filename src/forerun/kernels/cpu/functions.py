@@ -65,8 +65,8 @@ def add_argmax(x: Tensor, y: Tensor) -> Tensor:
 
 
 def confidences(hidden: Tensor, more: Tensor | None, weight: Tensor, bias: Tensor) -> Tensor:
-    """As of that in `kernels/drafting/confidence.py`, of tensors of one dtype, where our kernels
-    `serve`.
+    """σ(w · [hidden ; more] + b) as in `kernels/drafting/confidence.py`, of tensors of one dtype
+    that our kernels `serve`.
     """
     batch, depth, size = hidden.shape
     out = torch.empty(batch, depth, dtype=torch.float32)
