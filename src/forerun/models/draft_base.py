@@ -137,13 +137,12 @@ class DraftModel(Module):
 
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
         """int64, any shape."""
-        return draft_ids if self.d2t is None else draft_ids + self._offsets_of(draft_ids, self.d2t)
-
-    @staticmethod
-    def _offsets_of(draft_ids: Tensor, d2t: Tensor) -> Tensor:
+        if self.d2t is None:
+            return draft_ids
         if not serves_tables(draft_ids):
-            return d2t[draft_ids]
-        return take_rows(d2t.view(-1, 1), draft_ids.flatten()).view_as(draft_ids)
+            return draft_ids + self.d2t[draft_ids]
+        offsets = take_rows(self.d2t.view(-1, 1), draft_ids.flatten())
+        return draft_ids + offsets.view_as(draft_ids)
 
 
 def dense_layout(

@@ -181,8 +181,6 @@ float dot(const T* x, const T* y, int64_t size) {
     return sum;
 }
 
-}  // namespace forerun
-
 // In Python: `confidences` in functions.py.
 struct Confidences {
     const void* hidden;  // [B, D, size]
@@ -192,8 +190,6 @@ struct Confidences {
     float* out;          // [B, D]
     int64_t batch, depth, size, more_size, batch_stride, row_stride, bfloat16;
 };
-
-namespace forerun {
 
 template <class T>
 void confidences(const Confidences& a) {

@@ -111,6 +111,9 @@ __attribute__((always_inline)) inline void each(Body&& body) {
     }
 }
 
+// NEAR_TOKENS of kinds that are converted when they are read, or multiplied by several instructions.
+constexpr int NEAR_IF_CONVERTED = LANES < 16 ? 0 : 2;
+
 // How weights of a kind are multiplied. ACCUMULATORS: registers per LANES outputs. Tiles of up to
 // NEAR_TOKENS wait for memory more than for arithmetic, and read their own weights ahead instead of
 // those of their successors: they would wait for both.
@@ -154,7 +157,7 @@ inline void tile_of_values(const Weight& w, int64_t panel, const Tokens& tokens,
 template <typename Value>
 struct TraitsOfValues {
     static constexpr int ACCUMULATORS = 1;
-    static constexpr int NEAR_TOKENS = sizeof(Value) == 4 || LANES >= 16 ? 2 : 0;
+    static constexpr int NEAR_TOKENS = sizeof(Value) == 4 ? 2 : NEAR_IF_CONVERTED;
 
     template <int M, int PANELS>
     static void tile(const Weight& w, int64_t panel, const Tokens& tokens, int64_t first,
@@ -172,7 +175,7 @@ struct Traits<HALVES> : TraitsOfValues<Float16> {};
 template <>
 struct Traits<WIDENED> {
     static constexpr int ACCUMULATORS = 1;
-    static constexpr int NEAR_TOKENS = LANES < 16 ? 0 : 2;
+    static constexpr int NEAR_TOKENS = NEAR_IF_CONVERTED;
 
     // Stored as BFLOAT16: two neighbouring k per 32 bits.
     template <int M, int PANELS>
@@ -221,7 +224,7 @@ struct Traits<BFLOAT16> {
                                      bits_as<__m512bh>(_mm512_set1_epi32(int(token))));
     }
 #else
-    static constexpr int NEAR_TOKENS = LANES < 16 ? 0 : 2;
+    static constexpr int NEAR_TOKENS = NEAR_IF_CONVERTED;
     static inline Vec multiply_add(Vec sum, BitVec pairs, uint32_t token) {
         sum = mul_add(bits_as<Vec>(pairs << 16), bits_as<float>(token << 16), sum);
         return mul_add(bits_as<Vec>(pairs & 0xffff0000u), bits_as<float>(token & 0xffff0000u), sum);
@@ -258,7 +261,7 @@ struct Traits<BFLOAT16> {
 template <>
 struct Traits<INT8> {
     static constexpr int ACCUMULATORS = 2;  // of a group as integers, and of all in float32
-    static constexpr int NEAR_TOKENS = LANES < 16 ? 0 : 2;
+    static constexpr int NEAR_TOKENS = NEAR_IF_CONVERTED;
 
 #if FORERUN_LANES == 16 && defined(__AVX512VNNI__)
     static constexpr bool BIASED = true;  // the instruction multiplies weights + 128
@@ -594,7 +597,7 @@ void multiply(const Weight& w, const Tokens& tokens, int64_t first, int64_t coun
     const char* after = next_gemm == nullptr ? data : static_cast<const char*>(next_gemm->data);
     for (int64_t panel = begin; panel < end; panel += step) {
         const char* next = panel + step < end ? data + (panel + step) * bytes : after;
-        if (tiles == 1 && count <= Traits<KIND>::NEAR_TOKENS) next = data + panel * bytes + NEAR_BYTES;
+        if (count <= Traits<KIND>::NEAR_TOKENS) next = data + panel * bytes + NEAR_BYTES;
         for (int64_t t = 0; t < tiles; t++) {
             // A single tile reads all of the next panels ahead, or the first two a half each.
             const Ahead ahead = {t == 1 ? next + bytes / 2 : next, bytes, tiles == 1};

@@ -163,7 +163,7 @@ class _StepRecorder(TorchDispatchMode):
         return self._joined(out, tensors, out.split([x.shape[dim] for x in tensors], dim))
 
     def _stack(self, tensors: list[Tensor], dim: int = 0) -> Tensor:
-        """[B, …] each -> [B, N, …], the same way."""
+        """[B, ...] each -> [B, N, ...], the same way."""
         out: Tensor = _aten.stack.default(tensors, dim)
         batch = out.shape[0]
         matrices = [x.view(batch, -1) for x in tensors]
@@ -198,7 +198,7 @@ def _joins_rows(tensors: list[Tensor], dim: int = 0) -> bool:
 
 
 def _stacks_columns(tensors: list[Tensor], dim: int = 0) -> bool:
-    """Whether they become columns: contiguous tensors of one dtype, after their first dimension."""
+    """Whether contiguous tensors [B, ...] of one dtype become [B, N, ...]."""
     dtype = tensors[0].dtype
     return dim == 1 and all(x.numel() and x.is_contiguous() and x.dtype == dtype for x in tensors)
 
