@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from forerun.kernels.attention import decode_sm90, mla_sm90, prefill_sm90
+from forerun.kernels.attention import decode_sm90, fixed_order_sm90, mla_sm90, prefill_sm90
 from forerun.kernels.elementwise import add_rms_norm_sm90
 from forerun.kernels.gemm.config import Sm90GemmConfig
 from forerun.kernels.gemm.dispatch import LARGE_M_SILU_MUL, TUNED
@@ -102,6 +102,13 @@ def test_sm90_decode_compiles() -> None:
     assert_compiles_well(decode_sm90.cuda_source())
     assert decode_sm90.EARLY_STAGES <= decode_sm90.STAGES
     assert decode_sm90.smem_bytes() <= MAX_SMEM_BYTES
+
+
+@pytest.mark.parametrize("ctas", [1, fixed_order_sm90.MAX_CTAS])
+def test_sm90_fixed_order_compiles(ctas: int) -> None:
+    assert_compiles_well(fixed_order_sm90.cuda_source(ctas))
+    assert fixed_order_sm90.EARLY_STAGES <= fixed_order_sm90.STAGES
+    assert fixed_order_sm90.SMEM_BYTES <= MAX_SMEM_BYTES
 
 
 @pytest.mark.exhaustive
@@ -248,6 +255,7 @@ def test_sm90_experts_that_choose_compile(config: Sm90MoeConfig, fp8: int) -> No
         (SOURCE, cuda_source(CONFIGS[0], Sm90Variant())),
         (prefill_sm90.SOURCE, prefill_sm90.cuda_source(128, torch.bfloat16)),
         (decode_sm90.SOURCE, decode_sm90.cuda_source()),
+        (fixed_order_sm90.SOURCE, fixed_order_sm90.cuda_source(2)),
         (mla_sm90.SOURCE, mla_sm90.cuda_source(2)),
         (experts_sm90.SOURCE, experts_sm90.cuda_source(SM90_FEW_TOKENS, QWEN3_30B)),
         (
@@ -265,6 +273,7 @@ def test_sm90_experts_that_choose_compile(config: Sm90MoeConfig, fp8: int) -> No
         "gemm",
         "prefill",
         "decode",
+        "fixed order",
         "mla",
         "experts",
         "experts in mxfp4",

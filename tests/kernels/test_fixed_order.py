@@ -18,9 +18,12 @@ from forerun.kernels.attention.fixed_order import (
     fixed_order_prefill,
     num_segments,
     share_begin,
+    sm90_ctas,
 )
+from forerun.kernels.attention.paged_kv import PagedKV
 from forerun.kernels.attention.tile_map import build_tile_map
 from forerun.kernels.attention.tiles import fixed_order_tile
+from forerun.kernels.runtime import nvrtc
 from forerun.kernels.runtime.gpu import GpuInfo, gpu_of
 from forerun.kernels.runtime.jit import jit, tl
 from tests.covering import some_of
@@ -186,6 +189,67 @@ def test_a_node_has_the_bits_of_the_chain_to_it(
                 for node in range(0, 40, 3):
                     alone = step(chain_of(case, node), MaskSpec(CAUSAL, window))
                     assert torch.equal(alone[0], out[node]), (start, ctas, node)
+
+
+SM90_STARTS = [
+    (700, 1500, 90, 0),
+    (47, 48, 49, 63, 64, 112),  # around the ends of blocks
+    (127, 128, 129, 255, 256),  # and of segments
+    (4095, 4096, 4090, 17000, 33000),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("heads", "q_len"), [((32, 8), 1), ((32, 8), 8), ((8, 2), 40), ((16, 1), 2), ((2, 2), 5)]
+)
+def test_hoppers_kernel_has_the_same_bits(
+    heads: tuple[int, int], q_len: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Triton's, however many CTAs divide a context. K/V past the end of a context is NaN."""
+    if gpu_of(device).amd or gpu_of(device).capability != 90 or not nvrtc.available():
+        pytest.skip("it is for Hopper GPUs")
+    mask, dtype = MaskSpec(CAUSAL), torch.bfloat16
+    for starts in SM90_STARTS:
+        spans = [(start, q_len) for start in starts]
+        case = make_paged(spans, *heads, 128, 64, dtype, device=device, padded=1)
+        rows = ragged_rows([1 + i % q_len for i in range(len(starts) + 1)], q_len, device)
+        passes = [(case.q, case.kv), (rows.pack(case.q), replace(case.kv, rows=rows))]
+        for q, kv in passes:
+            outs = []
+            for ctas in (0, 1, 2, 3, 8):
+                monkeypatch.setattr(fixed_order, "sm90_ctas", lambda *_, ctas=ctas: ctas)
+                ub = max(starts) + q_len
+                outs.append(fixed_order_attention(q, kv, q_len, mask, case.scale, ub))
+            assert outs[0].isfinite().all()
+            assert all(torch.equal(out, outs[0]) for out in outs), starts
+
+
+def test_hoppers_kernel_serves_few_tiles_of_plain_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvrtc, "available", lambda: True)
+    hopper, bf16 = GpuInfo(132, amd=False), torch.bfloat16
+
+    def ctas(
+        batch: int = 8,
+        mask: MaskSpec = CHAINS[0],
+        gpu: GpuInfo = hopper,
+        dim: int = 128,
+        page: int = 64,
+        dtype: torch.dtype = bf16,
+    ) -> int:
+        case = make_paged([(0, 8)] * batch, 32, 8, dim, page, dtype)
+        return sm90_ctas(gpu, case.q, case.kv, 8, mask, 1100)
+
+    assert [ctas(batch) for batch in (1, 2, 4, 8, 9, 16, 17)] == [8, 8, 4, 2, 1, 1, 0]
+    sinks = torch.zeros(32)
+    for mask in (*CHAINS[1:], MaskSpec(TREE), MaskSpec(CAUSAL, sinks=sinks)):
+        assert ctas(mask=mask) == 0
+    for other in ({"dim": 64}, {"page": 16}, {"dtype": torch.float16}):
+        assert ctas(**other) == 0  # type: ignore[arg-type]
+    for changed in ({"capability": 100}, {"amd": True}, {"interpreted": True}):
+        assert ctas(gpu=replace(hopper, **changed)) == 0
+    monkeypatch.setattr(nvrtc, "available", lambda: False)
+    assert ctas() == 0
 
 
 @pytest.mark.gpu

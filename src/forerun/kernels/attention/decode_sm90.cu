@@ -13,11 +13,8 @@
 #define KV_POLICY EVICT_FIRST
 #endif
 
-#include "sm90.cuh"
+#include "attention_sm90.cuh"
 
-constexpr int HEAD_DIM = 128, TILE_ROWS = 64, BLOCK_N = 64;
-// A tile of [64, 128] in shared memory is two of [64, 64] with 128-byte swizzle.
-constexpr int PARTS = HEAD_DIM / 64, PART_BYTES = 64 * 128, TILE_BYTES = PARTS * PART_BYTES;
 constexpr int THREADS = 256;
 static_assert(STAGES % 2 == 0 && EARLY_STAGES <= STAGES, "a warpgroup has every other stage");
 static_assert(STAGES >= 2, "at the end, the stages' memory holds outputs");
@@ -144,28 +141,7 @@ struct Loader {
   }
 };
 
-// --- wgmma ---------------------------------------------------------------------------------------
-
-// s (+)= 64 rows of q times 64 rows of K, 16 deep.
-template <int ACCUMULATE>
-__device__ void wgmma_scores(float (&s)[32], u64 q, u64 k) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" WGMMA_REGISTERS_32
-               "}, %32, %33, %34, 1, 1, 0, 0;"
-               : WGMMA_OPERANDS_32(s) : "l"(q), "l"(k), "n"(ACCUMULATE));
-}
-
-// o += 64 rows of weights, of which a thread has `p[0..3]`, times 128 columns of V, 16 deep.
-__device__ void wgmma_values(float (&o)[64], const u32* p, u64 v) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" WGMMA_REGISTERS_64
-               "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 1;"
-               : WGMMA_OPERANDS_64(o) : "r"(p[0]), "r"(p[1]), "r"(p[2]), "r"(p[3]), "l"(v));
-}
-
 // --- warpgroups ----------------------------------------------------------------------------------
-
-// A thread has two rows of the tile: row() and row() + 8. Of scores and output it has the columns
-// 8 j + 2 (lane % 4) and the next, at [4 j] and [4 j + 1], and of the second row at + 2.
-__device__ int tile_row() { return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4; }
 
 // One of the two warpgroups: it has every other block of the split, and a softmax and an output of its
 // own for them.
@@ -243,31 +219,6 @@ struct Attention {
     for (int i = 0; i < 64; i++) o[i] *= factor[i / 2 % 2];
   }
 
-  __device__ void start_scores(float (&s)[32], int stage) const {
-    u64 q = k_major_descriptor(smem.q()), k = k_major_descriptor(smem.k(stage));
-    wgmma_fence();
-    wgmma_scores<0>(s, q, k);
-#pragma unroll
-    for (int i = 1; i < HEAD_DIM / 16; i++) {
-      u64 step = i / 4 * (PART_BYTES >> 4) + i % 4 * 2;
-      wgmma_scores<1>(s, q + step, k + step);
-    }
-    wgmma_commit();
-  }
-
-  // The accumulator layout of S is the register layout of A.
-  __device__ void start_values(float (&o)[64], const float (&s)[32], int stage) const {
-    u64 v = mn_major_descriptor(smem.v(stage), PART_BYTES);
-    u32 p[16];
-#pragma unroll
-    for (int i = 0; i < 16; i++) p[i] = pack_bf16x2(s[2 * i], s[2 * i + 1]);
-    fence_registers(o);
-    wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < BLOCK_N / 16; i++) wgmma_values(o, p + 4 * i, v + 128 * i);
-    wgmma_commit();
-  }
-
   // A tile that a wgmma has read may be overwritten once a warp has waited for it: the four warps of
   // the warpgroup have started it together.
   __device__ void attend(float (&o)[64], int warpgroup, const Loader& loader) {
@@ -279,14 +230,14 @@ struct Attention {
       int page = loads ? loader.table[next] : 0;
       if (i == warpgroup) mbarrier_wait(smem.q_full(), 0);
       mbarrier_wait(smem.k_full(stage), phase);
-      start_scores(s, stage);
+      start_scores(s, smem.q(), smem.k(stage));
       wgmma_wait<0>();
       fence_registers(s);
       if (loads) loader.load_k(next, page);
       if ((block + 1) * BLOCK_N > work.full || block * BLOCK_N < work.clear) mask(s, block);
       online_softmax(s, o);
       mbarrier_wait(smem.v_full(stage), phase);
-      start_values(o, s, stage);
+      start_values(o, s, smem.v(stage));
       wgmma_wait<0>();
       fence_registers(o);
       if (loads) loader.load_v(next, page);

@@ -13,6 +13,8 @@ Positions that a row does not see leave its result as it is: a masked score weig
 block or a segment without a visible one multiplies by exactly 1. So rows of a tile may differ in
 what they see.
 
+On Hopper `fixed_order_sm90.py` computes the same bits for passes of few tiles.
+
 A tree's tokens lie in the pool in the order of their nodes. Each is computed as the last token of
 the chain of its ancestors (`TreePaths`): the blocks from that of the first query token on are
 gathered along its path, node after node, with the rows of other nodes masked.
@@ -26,7 +28,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forerun.kernels.attention.decode import PREFETCH_LEN, TREE, MaskSpec, needs_int64_offsets
+from forerun.kernels.attention import decode_sm90, fixed_order_sm90
+from forerun.kernels.attention.decode import (
+    CAUSAL,
+    LOG2E,
+    PREFETCH_LEN,
+    TREE,
+    MaskSpec,
+    needs_int64_offsets,
+)
 from forerun.kernels.attention.decode_kernels import (
     attends,
     begin_softmax,
@@ -39,6 +49,7 @@ from forerun.kernels.attention.decode_kernels import (
     tanh_of,
     tokens_of,
 )
+from forerun.kernels.attention.fixed_order_sm90 import FixedOrderArguments
 from forerun.kernels.attention.paged_kv import PagedKV
 from forerun.kernels.attention.tile_map import TileMap
 from forerun.kernels.attention.tiles import (
@@ -123,22 +134,64 @@ def fixed_order_attention(
     """
     assert (mask.mask == TREE) == (paths is not None)
     total, heads, dim = q.shape
-    group, gpu = heads // kv.num_kv_heads, gpu_of(q.device)
-    tile = fixed_order_tile(gpu, dim, q.dtype)
-    batch, row_tiles = kv.start.shape[0], triton.cdiv(group * q_len, tile.block_m)
-    tiles = batch * kv.num_kv_heads * row_tiles
-    ctas = choose_ctas(gpu, tiles, kv_len_ub)
+    gpu, segments = gpu_of(q.device), num_segments(kv_len_ub)
     out = torch.empty((total, heads, dim), dtype=q.dtype, device=q.device)
-    partial, stats, segments = out, out, num_segments(kv_len_ub)
-    stages = tile.num_stages
-    if ctas * tiles <= gpu.num_sms:
-        stages = lone_fixed_order_stages(gpu, dim, q.dtype, kv.k.dtype)
-    elif ctas > 1:
-        stages = min(stages, SHARED_STAGES)
+    partial = stats = out
+    on_hopper = sm90_ctas(gpu, q, kv, q_len, mask, kv_len_ub)
+    ctas = on_hopper or _triton_ctas(gpu, q, kv, q_len, kv_len_ub)
     if ctas > 1:
         shape = (total, heads, segments)
         partial = torch.empty((*shape, dim), dtype=torch.float32, device=q.device)
         stats = torch.empty((*shape, 2), dtype=torch.float32, device=q.device)
+    if on_hopper:
+        args = FixedOrderArguments(q, kv, out, partial, stats, q_len, scale * LOG2E, ctas, segments)
+        fixed_order_sm90.launch(args)
+        return out
+    _launch_step(q, kv, q_len, mask, scale, paths, partial, stats, segments, ctas)
+    if ctas > 1:
+        fold_segments(partial, stats, out, StepTokens(kv.start, q_len, kv.rows), mask, ctas)
+    return out
+
+
+def sm90_ctas(
+    gpu: GpuInfo, q: Tensor, kv: PagedKV, q_len: int, mask: MaskSpec, kv_len_ub: int
+) -> int:
+    """CTAs among which `fixed_order_sm90.py` divides a context, one per SM; 0: it does not serve.
+
+    Beyond one tile per SM, two of the Triton kernel's CTAs on an SM read as fast.
+    """
+    group = q.shape[1] // kv.num_kv_heads
+    if gpu.amd or gpu.interpreted or gpu.capability != 90:
+        return 0
+    if mask.mask != CAUSAL or any(x is not None for x in (mask.window, mask.softcap, mask.sinks)):
+        return 0
+    if decode_sm90.why_unfit(q.dtype, kv.k.dtype, q.shape[2], kv.page_size, group) is not None:
+        return 0
+    tiles = kv.start.shape[0] * kv.num_kv_heads * fixed_order_sm90.row_tiles(group, q_len)
+    most = min(gpu.num_sms // tiles, fixed_order_sm90.MAX_CTAS)
+    return min(choose_ctas(gpu, tiles, kv_len_ub), most)
+
+
+def _triton_ctas(gpu: GpuInfo, q: Tensor, kv: PagedKV, q_len: int, kv_len_ub: int) -> int:
+    rows = q.shape[1] // kv.num_kv_heads * q_len
+    row_tiles = triton.cdiv(rows, fixed_order_tile(gpu, q.shape[2], q.dtype).block_m)
+    return choose_ctas(gpu, kv.start.shape[0] * kv.num_kv_heads * row_tiles, kv_len_ub)
+
+
+def _launch_step(
+    q: Tensor, kv: PagedKV, q_len: int, mask: MaskSpec, scale: float, paths: TreePaths | None,
+    partial: Tensor, stats: Tensor, segments: int, ctas: int,
+) -> None:  # fmt: skip
+    """Fills `partial`, the output if one CTA has a context, and `stats`, by the Triton kernel."""
+    gpu, (_, heads, dim) = gpu_of(q.device), q.shape
+    tile = fixed_order_tile(gpu, dim, q.dtype)
+    group, batch = heads // kv.num_kv_heads, kv.start.shape[0]
+    row_tiles = triton.cdiv(group * q_len, tile.block_m)
+    stages = tile.num_stages
+    if ctas * batch * kv.num_kv_heads * row_tiles <= gpu.num_sms:
+        stages = lone_fixed_order_stages(gpu, dim, q.dtype, kv.k.dtype)
+    elif ctas > 1:
+        stages = min(stages, SHARED_STAGES)
     _step_kernel[(kv.num_kv_heads * row_tiles, ctas, batch)](
         q, as_bits(kv.k), as_bits(kv.v), partial, stats, kv.page_table, kv.start,
         None if kv.rows is None else kv.rows.first,
@@ -149,9 +202,6 @@ def fixed_order_attention(
         WHOLE=ctas == 1, TREE=paths is not None, STAGES=stages, **_constants(q, kv, mask, tile),
         num_warps=tile.num_warps, num_stages=stages, **pdl_options(q),
     )  # fmt: skip
-    if ctas > 1:
-        fold_segments(partial, stats, out, StepTokens(kv.start, q_len, kv.rows), mask, ctas)
-    return out
 
 
 @dataclass(frozen=True, eq=False)

@@ -98,6 +98,11 @@ __device__ inline void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
 }
 
+// Other CTAs of the cluster see what a thread has written before, to global memory too.
+__device__ inline void cluster_sync_memory() {
+  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+
 // The address of the same place in the shared memory of another CTA of the cluster.
 __device__ inline u32 remote_smem(u32 smem, int cta_rank) {
   u32 remote;
@@ -298,12 +303,18 @@ __device__ inline float round_bf16(float x) { return from_bf16(to_bf16(x)); }
 __device__ inline float low(u32 bf16x2) { return __uint_as_float(bf16x2 << 16); }
 __device__ inline float high(u32 bf16x2) { return __uint_as_float(bf16x2 & 0xffff0000u); }
 
+// Triton's division.
+__device__ inline float divide(float x, float y) {
+  float quotient;
+  asm("div.full.f32 %0, %1, %2;" : "=f"(quotient) : "f"(x), "f"(y));
+  return quotient;
+}
+
 // The instructions of Triton's `tl.sigmoid`, so that its kernels give the same bits.
 __device__ inline float sigmoid(float x) {
-  float exponential, y;
+  float exponential;
   asm("ex2.approx.f32 %0, %1;" : "=f"(exponential) : "f"(-x * 1.4426950408889634f));
-  asm("div.full.f32 %0, %1, %2;" : "=f"(y) : "f"(1.f), "f"(1.f + exponential));
-  return y;
+  return divide(1.f, 1.f + exponential);
 }
 
 __device__ inline float exp2_approx(float x) {
