@@ -20,7 +20,6 @@ from forerun.kernels.attention.fixed_order import (
     share_begin,
     sm90_ctas,
 )
-from forerun.kernels.attention.paged_kv import PagedKV
 from forerun.kernels.attention.tile_map import build_tile_map
 from forerun.kernels.attention.tiles import fixed_order_tile
 from forerun.kernels.runtime import nvrtc
