@@ -73,6 +73,14 @@ def random_weight(n: int, k: int, kind: GroupedKind) -> GroupedWeight:
     return GroupedWeight.of(codes, (scales, None if kind.zero else leasts), kind, supers)
 
 
+def magnitudes(weight: GroupedWeight) -> torch.Tensor:
+    """[N, K] float64: |code * scale| + |least|, which are added up one by one."""
+    kind, (scales, leasts) = weight.kind, weight.factors()
+    first = weight.integers().unflatten(1, (-1, kind.group)) * scales.double().abs().unsqueeze(2)
+    second = scales * kind.zero if leasts is None else leasts * scales if kind.points else leasts
+    return (first + second.double().abs().unsqueeze(2)).flatten(1)
+
+
 def operands(n: int, k: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     draw = torch.Generator().manual_seed(tokens + n)
     return torch.randn(tokens, k, generator=draw), torch.randn(n, generator=draw)
@@ -90,6 +98,31 @@ def test_gemm_has_the_bits_of_float32(n: int, k: int, kind: GroupedKind) -> None
         torch.set_num_threads(threads)
         for tokens in TOKENS:
             assert torch.equal(cpu.gemm(x[:tokens], packed), want[:tokens]), tokens
+
+
+@pytest.mark.parametrize("kind", KINDS + MULTIPLES + POINTS, ids=str)
+@pytest.mark.parametrize("n", [33, 520])
+def test_int8_tokens(n: int, kind: GroupedKind) -> None:
+    """Tokens that are multiples of a scale, which rounding leaves alone; weights as they are."""
+    k = kind.group * (kind.supers or 2) * (3 if kind.group == 16 and not kind.supers else 1)
+    weight, (x, bias) = random_weight(n, k, kind), operands(n, k, max(TOKENS))
+    x = (x * 40).round().clamp(-127, 127)
+    x[:, :: cpu.GROUP] = 127
+    x *= 2.0 ** -(torch.arange(k) // cpu.GROUP)
+    packed = cpu.with_int8_tokens(cpu.pack_grouped(weight, bias, torch.float32))
+    want = x.double() @ weight.dequantize().double().T + bias
+    size = x.double().abs() @ magnitudes(weight).T + bias.abs()
+    alone = torch.cat([cpu.gemm(x[i : i + 1], packed) for i in range(3)])
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        for count in TOKENS:
+            out = cpu.gemm(x[:count], packed)
+            assert torch.equal(out[:3], alone[:count]), count
+            assert ((out - want[:count]).abs() <= 1e-6 * size[:count]).all()
+    ids = torch.tensor([n - 1, 0, 17])
+    assert torch.equal(cpu.take_packed_rows(packed, ids), weight.dequantize()[ids])
+    rounded = cpu.with_int8_tokens(cpu.pack_grouped(weight, bias, torch.bfloat16))
+    assert torch.equal(cpu.gemm(x[:5].bfloat16(), rounded), cpu.gemm(x[:5], packed).bfloat16())
 
 
 @pytest.mark.parametrize("kind", POINTS, ids=str)

@@ -101,11 +101,21 @@ def test_ranks_read_parts_dequantized(tmp_path: Path) -> None:
         torch.testing.assert_close(got, want, rtol=1e-5, atol=3e-5)
 
 
-def test_int8_quantizes_the_dequantized_weights(tmp_path: Path) -> None:
+def test_int8_keeps_the_weights_and_rounds_tokens(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "m", "llama", "Q4_1")
-    model = load_target(folder, torch.float32, CPU, quantization="int8")
-    formats = {linear.gemm.weight.format for linear in model.modules(LinearBase)}
-    assert Format.INT8 in formats and Format.GROUPED not in formats
+    plain, rounding = (
+        load_target(folder, torch.float32, CPU, quantization=each) for each in (None, "int8")
+    )
+    for linear, other in zip(
+        plain.modules(LinearBase), rounding.modules(LinearBase), strict=True
+    ):
+        assert linear.gemm.weight.format is Format.GROUPED
+        assert other.gemm.weight.format is Format.GROUPED_INT8
+        assert torch.equal(linear.gemm.weight.data, other.gemm.weight.data)
+        assert "8-bit tokens" in (other.quantized_gemm or "")
+        x = torch.randn(5, linear.gemm.weight.k, generator=torch.Generator().manual_seed(1))
+        want, got = linear.gemm(x), other.gemm(x)
+        assert 0 < (got - want).norm() / want.norm() < 0.02
 
 
 def test_shapes_are_checked_before_anything_is_read(tmp_path: Path) -> None:

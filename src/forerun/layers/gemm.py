@@ -112,6 +112,10 @@ class Gemm(ABC):
         """
         return norm.add(self(x), residual)
 
+    def with_int8_tokens(self) -> Gemm:
+        """The same weight, with tokens rounded to 8 bits when they are multiplied, where it can."""
+        return self
+
     def in_fixed_order(self) -> Gemm | None:
         """The same weight with one order of sums for any number of tokens; None: it has none."""
         return None
@@ -173,7 +177,12 @@ class CpuGemm(Gemm):
         kind = self.weight.grouped
         if kind is None:
             return None
-        return f"{kind.bits}-bit codes in groups of {kind.group}: float32 in C++"
+        tokens = "float32" if self.weight.format is cpu.Format.GROUPED else "8-bit tokens"
+        return f"{kind.bits}-bit codes in groups of {kind.group}: {tokens} in C++"
+
+    def with_int8_tokens(self) -> Gemm:
+        grouped = self.weight.format is cpu.Format.GROUPED
+        return CpuGemm(cpu.with_int8_tokens(self.weight)) if grouped else self
 
     def __call__(self, x: Tensor | DeferredNorm) -> Tensor:
         return cpu.gemm(whole(x), self.weight)

@@ -22,6 +22,7 @@ class GroupedMethod(QuantizeMethod):
     kind: GroupedKind
 
     keeps_vocabulary = True
+    takes_int8_tokens = True
 
     def empty_linear(self, n: int, k: int, device: torch.device) -> GroupedWeight | None:
         if not (library.serves(torch.float32, device) and self.kind.fits(k)):

@@ -27,7 +27,7 @@ from forerun.kernels.elementwise.gated_act import gelu_tanh_mul
 from forerun.kernels.gemm.gemm import DeferredNorm
 from forerun.kernels.gemm.quantized import QuantizedWeight
 from forerun.layers.communication import SINGLE_RANK, Communicator, WeightPlacement
-from forerun.layers.gemm import Gemm, LibraryGemm, gemm_for
+from forerun.layers.gemm import DRAFT, INT8, Gemm, LibraryGemm, gemm_for
 from forerun.layers.module import Module
 from forerun.layers.norm import RMSNorm
 from forerun.layers.quantize_method import QuantizeMethod
@@ -172,8 +172,11 @@ class LinearBase(Module):
             kept, fixed = self._method.gemm(weight, self.bias, dtype), self._fixed_order
             if kept is not None and fixed and weight.device.type == "cuda":
                 kept = kept.in_fixed_order()
+            if kept is not None and self._quantization in (INT8, DRAFT):
+                kept = kept.with_int8_tokens()
             if kept is None:
-                kept = gemm_for(weight.dequantize().to(dtype), self.bias, fixed_order=fixed)
+                plain = weight.dequantize().to(dtype)
+                kept = gemm_for(plain, self.bias, False, self._quantization, fixed)
             self.gemm = kept
             self.quantized_gemm = self.gemm.describe_quantized() or "dequantized when loaded"
             self.quantized = None

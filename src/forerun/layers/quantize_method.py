@@ -41,6 +41,8 @@ class QuantizeMethod:
     """A kind of quantized weight. The defaults keep and compute nothing."""
 
     keeps_vocabulary: ClassVar[bool] = False  # embedding and LM head, too; only with `CpuGemm`
+    # With the setting `quantization` int8, too: kernels multiply the weight by tokens of 8 bits.
+    takes_int8_tokens: ClassVar[bool] = False
 
     def empty_linear(self, n: int, k: int, device: torch.device) -> QuantizedWeight | None:
         """Memory for a linear's weight [N, K], uninitialised; None: it is kept plain."""

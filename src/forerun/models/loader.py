@@ -177,7 +177,8 @@ def allocate(
         if checkpoint is not None:
             own = checkpoint.method_for(names, shards) if names and all(stored) else None
         methods = [own, None if any(stored) else online]
-        return [] if quantization == INT8 else [each for each in methods if each is not None]
+        kinds = [each for each in methods if each is not None]
+        return [each for each in kinds if quantization != INT8 or each.takes_int8_tokens]
 
     for prefix, linear in model.named_modules(LinearBase):
         names = [name for name in linear.weights(prefix) if name.endswith("weight")]

@@ -15,6 +15,8 @@
 //             read (as llama.cpp's Q8_0); products of a group are added as integers
 //   grouped   unsigned codes of 4 or 8 bits in groups of 16 or 32 k: w = code * scale + least, which
 //             becomes float32 when it is read, and is then computed with as in float32
+//   grouped_int8  the same weights, and tokens quantized as for int8; products of codes are added as
+//             integers (as llama.cpp does)
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
@@ -38,8 +40,12 @@ enum Kind : int32_t {
     INT8 = 2,
     WIDENED = 3,
     GROUPED = 4,
-    HALVES = 5
+    HALVES = 5,
+    GROUPED_INT8 = 6
 };
+
+constexpr bool has_codes(int32_t kind) { return kind == GROUPED || kind == GROUPED_INT8; }
+constexpr bool has_int8_tokens(int32_t kind) { return kind == INT8 || kind == GROUPED_INT8; }
 
 // In Python: `_Weight` in gemm.py.
 struct Weight {
@@ -71,7 +77,7 @@ struct Tokens {
     const void* values;
     int64_t stride;        // of a token, in values
     const float* scales;   // int8: [M][K / GROUP]
-    const int32_t* sums;   // int8: of each group's values
+    const int32_t* sums;   // int8: of each group's values, or of `columns_of_sum`
     int64_t groups;        // int8: K / GROUP
 };
 
@@ -427,15 +433,11 @@ struct GroupScales {
     }
 };
 
-// body(k, value) for every k in order; value: 2 * PANELS registers of the panels' rows.
-// code * scale is exact, so w is rounded once, with or without FMA.
-template <int BITS, int PANELS, class Body>
-__attribute__((always_inline)) inline void each_column(const Weight& w, int64_t panel,
-                                                       Body&& body) {
-    constexpr int CODES = 32 / BITS;
-    const int64_t size = w.k / CODES * PANEL, columns = w.group;
-    const uint32_t* words = static_cast<const uint32_t*>(w.data) + panel * size;
-    const GroupScales scales(w, panel);
+// body(k, group, shared) for every group in order; k: its first column, `group`: its scales in the first
+// panel, shared: what blocks of each register's rows share.
+template <int PANELS, class Body>
+__attribute__((always_inline)) inline void each_group(const Weight& w, const GroupScales& scales,
+                                                      Body&& body) {
     const int64_t panel_bytes = scales.panel_bytes();
     int64_t k = 0;
     for (int64_t b = 0; b < scales.blocks; b++) {
@@ -444,32 +446,47 @@ __attribute__((always_inline)) inline void each_column(const Weight& w, int64_t 
         FORERUN_UNROLL
         for (int j = 0; j < 2 * PANELS; j++)
             shared[j] = scales.shared(block + j / 2 * panel_bytes, j % 2 * LANES);
-        for (int64_t g = 0; g < scales.in_block; g++) {
+        for (int64_t g = 0; g < scales.in_block; g++, k += w.group) {
             const char* group = block + scales.head + g * scales.stride;
-            Vec scale[2 * PANELS], least[2 * PANELS];
             FORERUN_UNROLL
-            for (int j = 0; j < 2 * PANELS; j++) {
-                const char* of_panel = group + j / 2 * panel_bytes;
-                scales.read(of_panel, shared[j], j % 2 * LANES, scale[j], least[j]);
-                if (j % 2 == 0) scales.prefetch(of_panel + PANELS * panel_bytes);
-            }
-            for (const int64_t end = k + columns; k < end; k += CODES) {
-                BitVec word[2 * PANELS];
-                FORERUN_UNROLL
-                for (int j = 0; j < 2 * PANELS; j++)
-                    word[j] = load<BitVec>(words + (j / 2) * size + k / CODES * PANEL +
-                                           (j % 2) * LANES);
-                FORERUN_UNROLL
-                for (int c = 0; c < CODES; c++) {
-                    Vec value[2 * PANELS];
-                    FORERUN_UNROLL
-                    for (int j = 0; j < 2 * PANELS; j++)
-                        value[j] = mul_add(code<BITS>(word[j], c), scale[j], least[j]);
-                    body(k + c, value);
-                }
-            }
+            for (int p = 0; p < PANELS; p++) scales.prefetch(group + (p + PANELS) * panel_bytes);
+            body(k, group, shared);
         }
     }
+}
+
+// body(k, value) for every k in order; value: 2 * PANELS registers of the panels' rows.
+// code * scale is exact, so w is rounded once, with or without FMA.
+template <int BITS, int PANELS, class Body>
+__attribute__((always_inline)) inline void each_column(const Weight& w, int64_t panel,
+                                                       Body&& body) {
+    constexpr int CODES = 32 / BITS;
+    const int64_t size = w.k / CODES * PANEL;
+    const uint32_t* words = static_cast<const uint32_t*>(w.data) + panel * size;
+    const GroupScales scales(w, panel);
+    const int64_t panel_bytes = scales.panel_bytes();
+    const auto of_group = [&](int64_t k, const char* group, const GroupScales::Shared* shared) {
+        Vec scale[2 * PANELS], least[2 * PANELS];
+        FORERUN_UNROLL
+        for (int j = 0; j < 2 * PANELS; j++)
+            scales.read(group + j / 2 * panel_bytes, shared[j], j % 2 * LANES, scale[j], least[j]);
+        for (const int64_t end = k + w.group; k < end; k += CODES) {
+            BitVec word[2 * PANELS];
+            FORERUN_UNROLL
+            for (int j = 0; j < 2 * PANELS; j++)
+                word[j] = load<BitVec>(words + (j / 2) * size + k / CODES * PANEL +
+                                       (j % 2) * LANES);
+            FORERUN_UNROLL
+            for (int c = 0; c < CODES; c++) {
+                Vec value[2 * PANELS];
+                FORERUN_UNROLL
+                for (int j = 0; j < 2 * PANELS; j++)
+                    value[j] = mul_add(code<BITS>(word[j], c), scale[j], least[j]);
+                body(k + c, value);
+            }
+        }
+    };
+    each_group<PANELS>(w, scales, of_group);
 }
 
 template <>
@@ -508,6 +525,153 @@ struct Traits<GROUPED> {
     }
 };
 
+// Products of four codes and four values of a token, added to `sum`: of up to 4 bits, or of 8. Those
+// of 8 are OFFSET less than they are stored.
+#if (FORERUN_LANES == 16 && defined(__AVX512VNNI__)) || (FORERUN_LANES == 8 && defined(__AVXVNNI__))
+constexpr int32_t OFFSET = 0;
+inline IntVec add_products(IntVec sum, BitVec codes, int32_t token) {
+#if FORERUN_LANES == 16
+    return (IntVec)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, _mm512_set1_epi32(token));
+#else
+    return (IntVec)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)codes, _mm256_set1_epi32(token));
+#endif
+}
+inline IntVec add_small_products(IntVec sum, BitVec codes, int32_t token) {
+    return add_products(sum, codes, token);
+}
+#elif defined(__ARM_FEATURE_DOTPROD) && FORERUN_LANES == 4
+constexpr int32_t OFFSET = 128;
+inline IntVec add_small_products(IntVec sum, BitVec codes, int32_t token) {
+    return (IntVec)vdotq_s32((int32x4_t)sum, bits_as<int8x16_t>(codes),
+                             bits_as<int8x16_t>(vdupq_n_s32(token)));
+}
+inline IntVec add_products(IntVec sum, BitVec codes, int32_t token) {
+    return add_small_products(sum, codes ^ 0x80808080u, token);
+}
+#elif FORERUN_LANES > 4 || defined(__SSSE3__)
+// Products of unsigned and signed bytes are added in pairs to 16 bits, which hold those of 4-bit codes.
+constexpr int32_t OFFSET = 0;
+template <int FACTOR>
+inline IntVec scaled_products(BitVec codes, int32_t token) {
+#if FORERUN_LANES == 16
+    const __m512i pairs = _mm512_maddubs_epi16((__m512i)codes, _mm512_set1_epi32(token));
+    return (IntVec)_mm512_madd_epi16(pairs, _mm512_set1_epi16(FACTOR));
+#elif FORERUN_LANES == 8
+    const __m256i pairs = _mm256_maddubs_epi16((__m256i)codes, _mm256_set1_epi32(token));
+    return (IntVec)_mm256_madd_epi16(pairs, _mm256_set1_epi16(FACTOR));
+#else
+    const __m128i pairs = _mm_maddubs_epi16((__m128i)codes, _mm_set1_epi32(token));
+    return (IntVec)_mm_madd_epi16(pairs, _mm_set1_epi16(FACTOR));
+#endif
+}
+inline IntVec add_small_products(IntVec sum, BitVec codes, int32_t token) {
+    return sum + scaled_products<1>(codes, token);
+}
+inline IntVec add_products(IntVec sum, BitVec codes, int32_t token) {
+    return sum + scaled_products<1>(codes & 0x0f0f0f0fu, token) +
+           scaled_products<16>((codes >> 4) & 0x0f0f0f0fu, token);
+}
+#else
+constexpr int32_t OFFSET = 0;
+inline IntVec add_products(IntVec sum, BitVec codes, int32_t token) {
+    for (int i = 0; i < 4; i++)
+        sum += bits_as<IntVec>((codes >> (8 * i)) & 0xffu) * int8_t(token >> (8 * i));
+    return sum;
+}
+inline IntVec add_small_products(IntVec sum, BitVec codes, int32_t token) {
+    return add_products(sum, codes, token);
+}
+#endif
+
+// The columns whose products are added as integers.
+inline int64_t columns_of_sum(const Weight& w) {
+    return w.kind == GROUPED_INT8 && w.group % GROUP != 0 ? GROUP / 2 : GROUP;
+}
+
+template <>
+struct Traits<GROUPED_INT8> {
+    static constexpr int ACCUMULATORS = 2;
+    static constexpr int NEAR_TOKENS = NEAR_IF_CONVERTED;
+
+    template <int BITS, int M, int PANELS>
+    static void tile_of(const Weight& w, int64_t panel, const Tokens& tokens, int64_t first,
+                        const Ahead& ahead, float* out) {
+        constexpr int CODES = 32 / BITS;
+        const int64_t size = w.k / CODES * PANEL, columns = columns_of_sum(w);
+        const uint32_t* words = static_cast<const uint32_t*>(w.data) + panel * size;
+        const char* x = static_cast<const char*>(tokens.values) + first * tokens.stride;
+        const float* x_scales = tokens.scales + first * tokens.groups;
+        const int64_t sums = w.k / columns;
+        const int32_t* x_sums = tokens.sums + first * sums;
+        const int32_t zero = (BITS == 8 ? OFFSET : 0) - w.zero;
+        const GroupScales scales(w, panel);
+        const int64_t panel_bytes = scales.panel_bytes();
+        Vec sum[M][2 * PANELS];
+        each<M, 2 * PANELS>([&](int m, int j) { sum[m][j] = Vec{}; });
+        const auto of_columns = [&](int64_t begin, const char* group,
+                                    const GroupScales::Shared* shared) {
+            IntVec dot[M][2 * PANELS];
+            each<M, 2 * PANELS>([&](int m, int j) {
+                dot[m][j] = IntVec{} + zero * x_sums[m * sums + begin / columns];
+            });
+            for (int64_t k = begin; k < begin + columns; k += CODES) {
+                prefetch<PANELS>(ahead, k / CODES);
+                BitVec word[2 * PANELS];
+                FORERUN_UNROLL
+                for (int j = 0; j < 2 * PANELS; j++)
+                    word[j] = load<BitVec>(words + (j / 2) * size + k / CODES * PANEL +
+                                           (j % 2) * LANES);
+                FORERUN_UNROLL
+                for (int half = 0; half < (BITS == 4 ? 2 : 1); half++) {
+                    BitVec codes[2 * PANELS];
+                    FORERUN_UNROLL
+                    for (int j = 0; j < 2 * PANELS; j++)
+                        codes[j] = BITS == 4 ? (word[j] >> (4 * half)) & 0x0f0f0f0fu : word[j];
+                    FORERUN_UNROLL
+                    for (int m = 0; m < M; m++) {
+                        const int32_t token =
+                            load<int32_t>(x + m * tokens.stride + k + 4 * half);
+                        FORERUN_UNROLL
+                        for (int j = 0; j < 2 * PANELS; j++)
+                            dot[m][j] = BITS == 4 ? add_small_products(dot[m][j], codes[j], token)
+                                                  : add_products(dot[m][j], codes[j], token);
+                    }
+                }
+            }
+            FORERUN_UNROLL
+            for (int j = 0; j < 2 * PANELS; j++) {
+                Vec scale, least;
+                scales.read(group + j / 2 * panel_bytes, shared[j], j % 2 * LANES, scale, least);
+                FORERUN_UNROLL
+                for (int m = 0; m < M; m++) {
+                    const float x_scale = x_scales[m * tokens.groups + begin / GROUP];
+                    const Vec products = __builtin_convertvector(dot[m][j], Vec);
+                    sum[m][j] = mul_add(products, scale * x_scale, sum[m][j]);
+                    if (!scales.has_second) continue;
+                    const float x_sum = float(x_sums[m * sums + begin / columns]);
+                    sum[m][j] = mul_add(least, x_scale * x_sum, sum[m][j]);
+                }
+            }
+        };
+        each_group<PANELS>(w, scales, [&](int64_t k, const char* group,
+                                          const GroupScales::Shared* shared) {
+            for (const int64_t end = k + w.group; k < end; k += columns)
+                of_columns(k, group, shared);
+        });
+        each<M, 2 * PANELS>(
+            [&](int m, int j) { store(out + (m * 2 * PANELS + j) * LANES, sum[m][j]); });
+    }
+
+    template <int M, int PANELS>
+    static void tile(const Weight& w, int64_t panel, const Tokens& tokens, int64_t first,
+                     const Ahead& ahead, float* out) {
+        if (w.bits == 4)
+            tile_of<4, M, PANELS>(w, panel, tokens, first, ahead, out);
+        else
+            tile_of<8, M, PANELS>(w, panel, tokens, first, ahead, out);
+    }
+};
+
 // A grouped panel as one of float32.
 template <int BITS>
 void widen_panel(const Weight& w, int64_t panel, float* to) {
@@ -524,7 +688,7 @@ using Tile = void (*)(const Weight&, int64_t panel, const Tokens&, int64_t first
 template <int KIND, int M>
 struct Shape {
     // Codes, scales and leasts take registers, too.
-    static constexpr int MOST = KIND == GROUPED ? REGISTERS / 12 : 4;
+    static constexpr int MOST = has_codes(KIND) ? REGISTERS / 12 : 4;
     static constexpr int FREE = (REGISTERS - (KIND == GROUPED ? 8 : 0)) /
                                 (2 * M * Traits<KIND>::ACCUMULATORS);
     // The sums of three tokens by two panels are 12 of 16 registers: the rest does not hold the
@@ -577,7 +741,7 @@ thread_local const Weight* next_gemm = nullptr;
 template <int KIND>
 int64_t panel_bytes(const Weight& w) {
     if (KIND == INT8) return (w.k + GROUP - 1) / GROUP * GROUP * PANEL;
-    if (KIND == GROUPED) return w.k * PANEL * w.bits / 8;
+    if (has_codes(KIND)) return w.k * PANEL * w.bits / 8;
     return w.k * PANEL * (KIND == FLOAT32 ? 4 : 2);
 }
 
@@ -678,9 +842,11 @@ void multiply_all(const Weight& w, const Tokens& tokens, int64_t m, int threads,
     });
 }
 
+// `sums`: of `columns` values each. By pairs: of eight values the even ones come first, as a word of
+// 4-bit codes has them.
 template <class T>
-void quantize_token(const T* x, int64_t k, int64_t groups, int8_t* out, float* scales,
-                    int32_t* sums) {
+void quantize_token(const T* x, int64_t k, int64_t groups, int64_t columns, bool by_pairs,
+                    int8_t* out, float* scales, int32_t* sums) {
     for (int64_t g = 0; g < groups; g++) {
         float value[GROUP] = {}, largest = 0, invalid = 0;
         for (int i = 0; i < GROUP && g * GROUP + i < k; i++) value[i] = to_float(x[g * GROUP + i]);
@@ -689,13 +855,23 @@ void quantize_token(const T* x, int64_t k, int64_t groups, int8_t* out, float* s
             invalid += value[i] * 0.0f;  // NaN if infinite or NaN
         }
         const float inverse = largest > 0 ? 127.0f / largest : 0.0f;
-        int32_t sum = 0;
+        int8_t* to = out + g * GROUP;
+        int32_t halves[2] = {};
         for (int i = 0; i < GROUP; i++) {
             const float scaled = mul_add(value[i], inverse, 12582912.0f);  // to an integer
-            const int8_t q = int8_t(bits_as<int32_t>(scaled) - 0x4b400000);
-            out[g * GROUP + i] = q, sum += q;
+            to[i] = int8_t(bits_as<int32_t>(scaled) - 0x4b400000);
+            halves[i / (GROUP / 2)] += to[i];
         }
-        scales[g] = largest / 127.0f + invalid, sums[g] = sum;
+        for (int i = 0; by_pairs && i < GROUP; i += 8) {
+            int8_t even_first[8];
+            for (int j = 0; j < 8; j++) even_first[j % 2 * 4 + j / 2] = to[i + j];
+            std::copy_n(even_first, 8, to + i);
+        }
+        scales[g] = largest / 127.0f + invalid;
+        if (columns == GROUP)
+            sums[g] = halves[0] + halves[1];
+        else
+            for (int i = 0; i < 2 && g * GROUP + i * columns < k; i++) sums[2 * g + i] = halves[i];
     }
 }
 
@@ -717,14 +893,16 @@ Tokens prepare_tokens(const Weight& w, const T* x, int64_t m, int threads) {
         });
         return {values, w.k, nullptr, nullptr, 0};
     }
-    if (w.kind != INT8) return {x, w.k, nullptr, nullptr, 0};
+    if (!has_int8_tokens(w.kind)) return {x, w.k, nullptr, nullptr, 0};
     const int64_t groups = (w.k + GROUP - 1) / GROUP, size = groups * GROUP;
+    const int64_t columns = columns_of_sum(w), count = (w.k + columns - 1) / columns;
+    const bool by_pairs = w.kind == GROUPED_INT8 && w.bits == 4;
     int8_t* values = scratch<int8_t, 0>(m * size);
     float* scales = scratch<float, 1>(m * groups);
-    int32_t* sums = scratch<int32_t, 2>(m * groups);
+    int32_t* sums = scratch<int32_t, 2>(m * count);
     parallel_for(m, m >= 64 ? threads : 1, [&](int64_t t) {
-        quantize_token(x + t * w.k, w.k, groups, values + t * size, scales + t * groups,
-                       sums + t * groups);
+        quantize_token(x + t * w.k, w.k, groups, columns, by_pairs, values + t * size,
+                       scales + t * groups, sums + t * count);
     });
     return {values, size, scales, sums, groups};
 }
@@ -738,6 +916,8 @@ void gemm(const Weight& w, const void* x, int64_t m, int threads, Sink&& sink) {
         multiply_all<BFLOAT16>(w, tokens, m, threads, sink);
     else if (w.kind == GROUPED)
         multiply_all<GROUPED>(w, tokens, m, threads, sink);
+    else if (w.kind == GROUPED_INT8)
+        multiply_all<GROUPED_INT8>(w, tokens, m, threads, sink);
     else if constexpr (std::is_same_v<T, float>) {
         if (w.kind == WIDENED)
             multiply_all<WIDENED>(w, tokens, m, threads, sink);
@@ -1151,7 +1331,7 @@ void forerun_pack(const void* weight, int32_t is_bfloat16, int64_t n, int64_t k,
 void forerun_take_packed_rows(const Weight* w, const int64_t* ids, int64_t count, void* out,
                               int32_t) {
     for (int64_t i = 0; i < count; i++) {
-        if (w->kind == GROUPED) {
+        if (has_codes(w->kind)) {
             if (w->bfloat16_tokens)
                 take_grouped_row(*w, ids[i], static_cast<BFloat16*>(out) + i * w->k);
             else

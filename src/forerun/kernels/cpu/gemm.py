@@ -1,6 +1,6 @@
 """GEMMs of packed weights on a CPU, with fused epilogues: y = x Wᵀ + b for any number of tokens.
 
-A weight is packed once into the layout that the kernel reads (gemm.cpp), in one of six formats:
+A weight is packed once into the layout that the kernel reads (gemm.cpp), in one of seven formats:
 
     FLOAT32, BFLOAT16   as the model computes; float32 tokens of a BFLOAT16 weight are rounded
     WIDENED             FLOAT32 in half of the memory, where all values fit into bfloat16, as those
@@ -11,6 +11,7 @@ A weight is packed once into the layout that the kernel reads (gemm.cpp), in one
     GROUPED             a `GroupedWeight`, such as GGUF files and AWQ and GPTQ checkpoints have:
                         codes of 4 or 8 bits become float32 when they are read; the results are
                         those of FLOAT32, which are rounded once if x is bfloat16
+    GROUPED_INT8        the same weight, and tokens as in INT8
 
 A token's result depends neither on the number of tokens nor on that of threads. Threads are
 PyTorch's: `torch.get_num_threads()`.
@@ -22,7 +23,7 @@ import ctypes
 import math
 from collections.abc import Sequence
 from ctypes import c_int32, c_int64, c_void_p
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
@@ -45,6 +46,7 @@ class Format(Enum):
     WIDENED = 3
     GROUPED = 4
     HALVES = 5
+    GROUPED_INT8 = 6
 
 
 class _Weight(ctypes.Structure):
@@ -118,7 +120,7 @@ def is_plain(weight: PackedWeight) -> bool:
 
 def has_rows(weight: PackedWeight) -> bool:
     """Whether `take_packed_rows` gives the rows of the weight that was packed."""
-    return weight.format is Format.GROUPED or is_plain(weight)
+    return weight.grouped is not None or is_plain(weight)
 
 
 def fits(weight: Tensor, format: Format) -> bool:
@@ -169,6 +171,12 @@ def pack(weight: Tensor, bias: Tensor | None = None, format: Format | None = Non
 
 def _of_bias(bias: Tensor | None) -> Tensor | None:
     return None if bias is None else bias.float().contiguous()
+
+
+def with_int8_tokens(weight: PackedWeight) -> PackedWeight:
+    """A GROUPED weight as GROUPED_INT8, in the same memory."""
+    assert weight.format is Format.GROUPED
+    return replace(weight, format=Format.GROUPED_INT8)
 
 
 def pack_grouped(weight: GroupedWeight, bias: Tensor | None, dtype: torch.dtype) -> PackedWeight:

@@ -32,7 +32,7 @@ from forerun.kernels.cpu import library
 from forerun.kernels.gemm.grouped import GROUP_COLUMNS
 from forerun.kernels.gemm.int4 import GROUP, Int4Weight
 from forerun.kernels.gemm.quantized import QuantizedWeight
-from forerun.layers.gemm import CpuGemm, Gemm
+from forerun.layers.gemm import INT8, CpuGemm, Gemm
 from forerun.layers.gemm_quantized import Int4Gemm
 from forerun.layers.sharding import Shard
 from forerun.models.formats.base import (
@@ -83,7 +83,11 @@ class Int4Format(WeightFormat):
     method: ClassVar[str]  # `quant_method`
     key: ClassVar[str]  # the name of the integers
 
+    takes_int8_tokens = True
+
     def check_quantization(self, quantization: str) -> None:
+        if quantization == INT8:
+            return
         raise ConfigError(
             f"The checkpoint is quantized already ({self.method}, 4 bits), which quantization"
             f" {quantization} does not apply to; drop it."
