@@ -5,6 +5,7 @@
     python benchmarks/vs_llamacpp.py --format int8         # int8 / Q8_0
     python benchmarks/vs_llamacpp.py --shape 0.6b --threads 0     # random weights, all cores
     python benchmarks/vs_llamacpp.py --model FILE.gguf --prefill 512     # one file for both
+    python benchmarks/vs_llamacpp.py --model FILE.gguf --format int8     # tokens in 8 bits in both
 
 Both engines continue the same token ids greedily, one request at a time, and take turns. A round's
 ratio is Forerun's tokens/s over llama.cpp's; the median over rounds is printed. llama.cpp is called
@@ -252,8 +253,10 @@ class LlamaCpp:
 
 def settings(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     if args.model is not None:
-        args = argparse.Namespace(**{**vars(args), "format": "auto", "shape": "pair"})
-    dtype = "float32" if args.format == "int8" else args.format
+        args = argparse.Namespace(**{**vars(args), "shape": "pair"})
+        dtype = "auto"
+    else:
+        dtype = "float32" if args.format == "int8" else args.format
     out: dict[str, Any] = {
         "model_path": folder,
         "dtype": dtype,
@@ -437,7 +440,7 @@ def compare(
 def run(args: argparse.Namespace, work: Path) -> None:
     threads = args.threads or os.cpu_count() or 1
     engines = start_engines(args, work, threads)
-    what = args.model.name if args.model else f"{args.shape}, {args.format}"
+    what = f"{args.model.name if args.model else args.shape}, {args.format}"
     clock = ", CPU time" if args.cpu_time else ""
     print(
         f"{what}, {threads} thread(s), {args.tokens} tokens, median of {args.rounds}{clock},"

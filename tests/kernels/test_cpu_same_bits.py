@@ -30,7 +30,8 @@ pytestmark = [
 ]
 
 DTYPES = (torch.float32, torch.bfloat16)
-FORMATS = [(format, torch.float32) for format in Format if format is not Format.GROUPED]
+CODES = (Format.GROUPED, Format.GROUPED_INT8)  # in test_cpu_grouped.py
+FORMATS = [(format, torch.float32) for format in Format if format not in CODES]
 FORMATS += [(Format.BFLOAT16, torch.bfloat16), (Format.INT8, torch.bfloat16)]
 SPANS = ((0, 1), (3, 2), (5, 4), (9, 7), (11, 16), (1, 32), (30, 200))  # first row, rows
 

@@ -106,9 +106,7 @@ def test_int8_keeps_the_weights_and_rounds_tokens(tmp_path: Path) -> None:
     plain, rounding = (
         load_target(folder, torch.float32, CPU, quantization=each) for each in (None, "int8")
     )
-    for linear, other in zip(
-        plain.modules(LinearBase), rounding.modules(LinearBase), strict=True
-    ):
+    for linear, other in zip(plain.modules(LinearBase), rounding.modules(LinearBase), strict=True):
         assert linear.gemm.weight.format is Format.GROUPED
         assert other.gemm.weight.format is Format.GROUPED_INT8
         assert torch.equal(linear.gemm.weight.data, other.gemm.weight.data)

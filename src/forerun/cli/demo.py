@@ -80,6 +80,9 @@ def demo(
     dtype: Annotated[
         str, typer.Option(help="float32 avoids differences by rounding; or auto, bfloat16")
     ] = "float32",
+    quantization: Annotated[
+        str | None, typer.Option(help="fp8; or int8 on a CPU: 4-bit weights stay as they are")
+    ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N")] = "auto",
     repetitions: Annotated[int, typer.Option(help="Timed runs of each prompt, both ways")] = 3,
 ) -> None:
@@ -98,7 +101,8 @@ def demo(
     # With --json nothing is shown, but an image may still be saved.
     console = Console(file=io.StringIO()) if as_json else Console()
     with console.status("Loading the models"):
-        plain, spec = loaded(models, {**SMALL, "dtype": dtype, "device": device})
+        common = {**SMALL, "dtype": dtype, "quantization": quantization, "device": device}
+        plain, spec = loaded(models, common)
     with plain, spec:
         show = Show(console, models.algorithm, decoder(plain.tokenizer))
         show.opening()
@@ -109,6 +113,7 @@ def demo(
             save_picture(result, models.algorithm, show.decode, svg)
         if as_json:
             asked |= {"algorithm": models.algorithm, "dtype": spec.explain()["dtype"]}
+            asked |= {} if quantization is None else {"quantization": quantization}
             extra = {**models.target, **asked, "environment": environment(spec)}
             print_json({**result.as_dict(), **extra})
     fail_if_aborted(result.outputs)

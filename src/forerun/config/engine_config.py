@@ -57,7 +57,8 @@ class EngineConfig:
         None,
         "fp8: the target's linears and experts in 8 bits (e4m3), with a scale per output, quantized"
         " while they are loaded; int8: weights and, while they are multiplied, activations, in"
-        " groups of 32 with a scale (CPUs only). Checkpoints in FP8 need neither",
+        " groups of 32 with a scale (CPUs only); weights of a GGUF file, AWQ or GPTQ stay as they"
+        " are. Checkpoints in FP8 need neither",
         ("fp8", "int8"),
     )
     kv_cache_dtype: str = _setting(

@@ -76,9 +76,11 @@ enum ScaleType : int32_t {
 struct Tokens {
     const void* values;
     int64_t stride;        // of a token, in values
-    const float* scales;   // int8: [M][K / GROUP]
-    const int32_t* sums;   // int8: of each group's values, or of `columns_of_sum`
-    int64_t groups;        // int8: K / GROUP
+    // Of int8, and neighbours are the M tokens.
+    const float* scales;    // [K / GROUP][M]
+    const int32_t* starts;  // [K / columns][M]: what sums of products begin with
+    const float* sums;      // the same, grouped: of a token's values, each times its scale
+    int64_t count;          // M
 };
 
 // What a tile reads into the L2 cache while it computes, mostly for its successors: the weights that
@@ -264,6 +266,13 @@ struct Traits<BFLOAT16> {
     }
 };
 
+// Of a tile with sums of integers besides those in float32: registers per token that have both. All
+// of its panels if they fit, else one after the other.
+template <int M, int PANELS>
+constexpr int registers_at_once() {
+    return 4 * M * PANELS <= REGISTERS ? 2 * PANELS : 1;
+}
+
 template <>
 struct Traits<INT8> {
     static constexpr int ACCUMULATORS = 2;  // of a group as integers, and of all in float32
@@ -331,46 +340,45 @@ struct Traits<INT8> {
     template <int M, int PANELS>
     static void tile(const Weight& w, int64_t panel, const Tokens& tokens, int64_t first,
                      const Ahead& ahead, float* out) {
-        const int64_t groups = tokens.groups, size = groups * GROUP * PANEL;
+        const int64_t groups = (w.k + GROUP - 1) / GROUP, size = groups * GROUP * PANEL;
         const char* weights = static_cast<const char*>(w.data) + panel * size;
         const BFloat16* scales =
             static_cast<const BFloat16*>(w.scales) + panel * groups * PANEL;
         const char* x = static_cast<const char*>(tokens.values) + first * tokens.stride;
-        const float* x_scales = tokens.scales + first * groups;
-        const int32_t* x_sums = tokens.sums + first * groups;
         Vec sum[M][2 * PANELS];
         each<M, 2 * PANELS>([&](int m, int j) { sum[m][j] = Vec{}; });
+        constexpr int AT_ONCE = registers_at_once<M, PANELS>();
         for (int64_t g = 0; g < groups; g++) {
-            IntVec dot[M][2 * PANELS];
+            const float* x_scales = tokens.scales + g * tokens.count + first;
+            const int32_t* starts = tokens.starts + g * tokens.count + first;
             FORERUN_UNROLL
-            for (int m = 0; m < M; m++) {
-                const int32_t start = BIASED ? -128 * x_sums[m * groups + g] : 0;
-                FORERUN_UNROLL
-                for (int j = 0; j < 2 * PANELS; j++) dot[m][j] = IntVec{} + start;
-            }
-            for (int64_t k = g * GROUP; k < (g + 1) * GROUP; k += 4) {
-                prefetch<PANELS>(ahead, k / 4);
-                IntVec value[2 * PANELS];
-                FORERUN_UNROLL
-                for (int j = 0; j < 2 * PANELS; j++)
-                    value[j] = load<IntVec>(weights + (j / 2) * size + k * PANEL +
-                                            (j % 2) * 4 * LANES);
-                FORERUN_UNROLL
-                for (int m = 0; m < M; m++) {
-                    const int32_t token = load<int32_t>(x + m * tokens.stride + k);
+            for (int from = 0; from < 2 * PANELS; from += AT_ONCE) {
+                IntVec dot[M][AT_ONCE];
+                each<M, AT_ONCE>([&](int m, int j) { dot[m][j] = IntVec{} + starts[m]; });
+                for (int64_t k = g * GROUP; k < (g + 1) * GROUP; k += 4) {
+                    if (from == 0) prefetch<PANELS>(ahead, k / 4);
+                    IntVec value[AT_ONCE];
                     FORERUN_UNROLL
-                    for (int j = 0; j < 2 * PANELS; j++)
-                        dot[m][j] = multiply_add(dot[m][j], value[j], token);
+                    for (int j = 0; j < AT_ONCE; j++)
+                        value[j] = load<IntVec>(weights + ((from + j) / 2) * size + k * PANEL +
+                                                ((from + j) % 2) * 4 * LANES);
+                    FORERUN_UNROLL
+                    for (int m = 0; m < M; m++) {
+                        const int32_t token = load<int32_t>(x + m * tokens.stride + k);
+                        FORERUN_UNROLL
+                        for (int j = 0; j < AT_ONCE; j++)
+                            dot[m][j] = multiply_add(dot[m][j], value[j], token);
+                    }
                 }
-            }
-            FORERUN_UNROLL
-            for (int j = 0; j < 2 * PANELS; j++) {
-                const Vec scale = load_floats(scales + (j / 2) * groups * PANEL + g * PANEL +
-                                              (j % 2) * LANES);
                 FORERUN_UNROLL
-                for (int m = 0; m < M; m++)
-                    sum[m][j] = mul_add(__builtin_convertvector(dot[m][j], Vec),
-                                        scale * x_scales[m * groups + g], sum[m][j]);
+                for (int j = from; j < from + AT_ONCE; j++) {
+                    const Vec scale = load_floats(scales + (j / 2) * groups * PANEL + g * PANEL +
+                                                  (j % 2) * LANES);
+                    FORERUN_UNROLL
+                    for (int m = 0; m < M; m++)
+                        sum[m][j] = mul_add(__builtin_convertvector(dot[m][j - from], Vec),
+                                            scale * x_scales[m], sum[m][j]);
+                }
             }
         }
         each<M, 2 * PANELS>(
@@ -433,24 +441,22 @@ struct GroupScales {
     }
 };
 
-// body(k, group, shared) for every group in order; k: its first column, `group`: its scales in the first
-// panel, shared: what blocks of each register's rows share.
+// body(group, shared) for every group in order: its scales in the first panel, and what its block's
+// groups share, of each register's rows.
 template <int PANELS, class Body>
-__attribute__((always_inline)) inline void each_group(const Weight& w, const GroupScales& scales,
-                                                      Body&& body) {
+__attribute__((always_inline)) inline void each_group(const GroupScales& scales, Body&& body) {
     const int64_t panel_bytes = scales.panel_bytes();
-    int64_t k = 0;
     for (int64_t b = 0; b < scales.blocks; b++) {
         const char* block = scales.scales + b * scales.block;
         GroupScales::Shared shared[2 * PANELS];
         FORERUN_UNROLL
         for (int j = 0; j < 2 * PANELS; j++)
             shared[j] = scales.shared(block + j / 2 * panel_bytes, j % 2 * LANES);
-        for (int64_t g = 0; g < scales.in_block; g++, k += w.group) {
+        for (int64_t g = 0; g < scales.in_block; g++) {
             const char* group = block + scales.head + g * scales.stride;
             FORERUN_UNROLL
             for (int p = 0; p < PANELS; p++) scales.prefetch(group + (p + PANELS) * panel_bytes);
-            body(k, group, shared);
+            body(group, shared);
         }
     }
 }
@@ -465,7 +471,9 @@ __attribute__((always_inline)) inline void each_column(const Weight& w, int64_t 
     const uint32_t* words = static_cast<const uint32_t*>(w.data) + panel * size;
     const GroupScales scales(w, panel);
     const int64_t panel_bytes = scales.panel_bytes();
-    const auto of_group = [&](int64_t k, const char* group, const GroupScales::Shared* shared) {
+    int64_t k = 0;
+    const auto of_group = [&](const char* group, const GroupScales::Shared* shared)
+                              __attribute__((always_inline)) {
         Vec scale[2 * PANELS], least[2 * PANELS];
         FORERUN_UNROLL
         for (int j = 0; j < 2 * PANELS; j++)
@@ -486,7 +494,7 @@ __attribute__((always_inline)) inline void each_column(const Weight& w, int64_t 
             }
         }
     };
-    each_group<PANELS>(w, scales, of_group);
+    each_group<PANELS>(scales, of_group);
 }
 
 template <>
@@ -588,6 +596,12 @@ inline int64_t columns_of_sum(const Weight& w) {
     return w.kind == GROUPED_INT8 && w.group % GROUP != 0 ? GROUP / 2 : GROUP;
 }
 
+// What products' sums must have in addition, per value of the token: codes stand for as much less.
+inline int32_t bias_of(const Weight& w) {
+    if (w.kind == INT8) return Traits<INT8>::BIASED ? -128 : 0;
+    return (w.bits == 8 ? OFFSET : 0) - w.zero;
+}
+
 template <>
 struct Traits<GROUPED_INT8> {
     static constexpr int ACCUMULATORS = 2;
@@ -596,68 +610,73 @@ struct Traits<GROUPED_INT8> {
     template <int BITS, int M, int PANELS>
     static void tile_of(const Weight& w, int64_t panel, const Tokens& tokens, int64_t first,
                         const Ahead& ahead, float* out) {
-        constexpr int CODES = 32 / BITS;
+        constexpr int CODES = 32 / BITS, AT_ONCE = registers_at_once<M, PANELS>();
         const int64_t size = w.k / CODES * PANEL, columns = columns_of_sum(w);
         const uint32_t* words = static_cast<const uint32_t*>(w.data) + panel * size;
         const char* x = static_cast<const char*>(tokens.values) + first * tokens.stride;
-        const float* x_scales = tokens.scales + first * tokens.groups;
-        const int64_t sums = w.k / columns;
-        const int32_t* x_sums = tokens.sums + first * sums;
-        const int32_t zero = (BITS == 8 ? OFFSET : 0) - w.zero;
+        const int32_t* starts = tokens.starts + first;
+        const float* x_sums = tokens.sums + first;
         const GroupScales scales(w, panel);
         const int64_t panel_bytes = scales.panel_bytes();
         Vec sum[M][2 * PANELS];
         each<M, 2 * PANELS>([&](int m, int j) { sum[m][j] = Vec{}; });
-        const auto of_columns = [&](int64_t begin, const char* group,
-                                    const GroupScales::Shared* shared) {
-            IntVec dot[M][2 * PANELS];
-            each<M, 2 * PANELS>([&](int m, int j) {
-                dot[m][j] = IntVec{} + zero * x_sums[m * sums + begin / columns];
-            });
-            for (int64_t k = begin; k < begin + columns; k += CODES) {
-                prefetch<PANELS>(ahead, k / CODES);
-                BitVec word[2 * PANELS];
+        int64_t k = 0, step = 0;
+        const auto of_group = [&](const char* group, const GroupScales::Shared* shared)
+                                  __attribute__((always_inline)) {
+            for (const int64_t end = k + w.group; k < end; k += columns) {
+                const float* x_scales = tokens.scales + uint64_t(k) / GROUP * tokens.count + first;
                 FORERUN_UNROLL
-                for (int j = 0; j < 2 * PANELS; j++)
-                    word[j] = load<BitVec>(words + (j / 2) * size + k / CODES * PANEL +
-                                           (j % 2) * LANES);
-                FORERUN_UNROLL
-                for (int half = 0; half < (BITS == 4 ? 2 : 1); half++) {
-                    BitVec codes[2 * PANELS];
-                    FORERUN_UNROLL
-                    for (int j = 0; j < 2 * PANELS; j++)
-                        codes[j] = BITS == 4 ? (word[j] >> (4 * half)) & 0x0f0f0f0fu : word[j];
-                    FORERUN_UNROLL
-                    for (int m = 0; m < M; m++) {
-                        const int32_t token =
-                            load<int32_t>(x + m * tokens.stride + k + 4 * half);
+                for (int from = 0; from < 2 * PANELS; from += AT_ONCE) {
+                    IntVec dot[M][AT_ONCE];
+                    each<M, AT_ONCE>([&](int m, int j) { dot[m][j] = IntVec{} + starts[m]; });
+                    const uint32_t* row = words + step * PANEL;
+                    const char* token = x + k;
+                    for (int i = 0; i < columns / CODES; i++, row += PANEL, token += CODES) {
+                        if (from == 0) prefetch<PANELS>(ahead, step + i);
+                        BitVec word[AT_ONCE];
                         FORERUN_UNROLL
-                        for (int j = 0; j < 2 * PANELS; j++)
-                            dot[m][j] = BITS == 4 ? add_small_products(dot[m][j], codes[j], token)
-                                                  : add_products(dot[m][j], codes[j], token);
+                        for (int j = 0; j < AT_ONCE; j++)
+                            word[j] = load<BitVec>(row + ((from + j) / 2) * size +
+                                                   ((from + j) % 2) * LANES);
+                        FORERUN_UNROLL
+                        for (int half = 0; half < (BITS == 4 ? 2 : 1); half++) {
+                            BitVec codes[AT_ONCE];
+                            FORERUN_UNROLL
+                            for (int j = 0; j < AT_ONCE; j++)
+                                codes[j] =
+                                    BITS == 4 ? (word[j] >> (4 * half)) & 0x0f0f0f0fu : word[j];
+                            FORERUN_UNROLL
+                            for (int m = 0; m < M; m++) {
+                                const int32_t four =
+                                    load<int32_t>(token + m * tokens.stride + 4 * half);
+                                FORERUN_UNROLL
+                                for (int j = 0; j < AT_ONCE; j++)
+                                    dot[m][j] =
+                                        BITS == 4 ? add_small_products(dot[m][j], codes[j], four)
+                                                  : add_products(dot[m][j], codes[j], four);
+                            }
+                        }
+                    }
+                    FORERUN_UNROLL
+                    for (int j = from; j < from + AT_ONCE; j++) {
+                        Vec scale, least;
+                        const char* of_panel = group + j / 2 * panel_bytes;
+                        scales.read(of_panel, shared[j], j % 2 * LANES, scale, least);
+                        FORERUN_UNROLL
+                        for (int m = 0; m < M; m++)
+                            sum[m][j] = mul_add(__builtin_convertvector(dot[m][j - from], Vec),
+                                                scale * x_scales[m], sum[m][j]);
+                        if (!scales.has_second) continue;
+                        FORERUN_UNROLL
+                        for (int m = 0; m < M; m++)
+                            sum[m][j] = mul_add(least, x_sums[m], sum[m][j]);
                     }
                 }
-            }
-            FORERUN_UNROLL
-            for (int j = 0; j < 2 * PANELS; j++) {
-                Vec scale, least;
-                scales.read(group + j / 2 * panel_bytes, shared[j], j % 2 * LANES, scale, least);
-                FORERUN_UNROLL
-                for (int m = 0; m < M; m++) {
-                    const float x_scale = x_scales[m * tokens.groups + begin / GROUP];
-                    const Vec products = __builtin_convertvector(dot[m][j], Vec);
-                    sum[m][j] = mul_add(products, scale * x_scale, sum[m][j]);
-                    if (!scales.has_second) continue;
-                    const float x_sum = float(x_sums[m * sums + begin / columns]);
-                    sum[m][j] = mul_add(least, x_scale * x_sum, sum[m][j]);
-                }
+                step += columns / CODES;
+                starts += tokens.count, x_sums += tokens.count;
             }
         };
-        each_group<PANELS>(w, scales, [&](int64_t k, const char* group,
-                                          const GroupScales::Shared* shared) {
-            for (const int64_t end = k + w.group; k < end; k += columns)
-                of_columns(k, group, shared);
-        });
+        each_group<PANELS>(scales, of_group);
         each<M, 2 * PANELS>(
             [&](int m, int j) { store(out + (m * 2 * PANELS + j) * LANES, sum[m][j]); });
     }
@@ -704,8 +723,10 @@ struct Tiles {
     int panels;  // of `several`
 };
 
+// As many as there are registers for the sums of a panel in float32, and for integers of one of its
+// two registers.
 template <int KIND>
-constexpr int MAX_TOKENS = REGISTERS / (2 * Traits<KIND>::ACCUMULATORS);
+constexpr int MAX_TOKENS = REGISTERS / (Traits<KIND>::ACCUMULATORS == 1 ? 2 : 3);
 
 template <int KIND, int M>
 void fill_tiles(Tiles* table) {
@@ -842,36 +863,86 @@ void multiply_all(const Weight& w, const Tokens& tokens, int64_t m, int threads,
     });
 }
 
-// `sums`: of `columns` values each. By pairs: of eight values the even ones come first, as a word of
-// 4-bit codes has them.
+// Bytes 0, 2, 4, 6 as a word.
+inline uint64_t gather_bytes(uint64_t word) {
+    word &= 0x00ff00ff00ff00ffull;
+    word = (word | word >> 8) & 0x0000ffff0000ffffull;
+    return (word | word >> 16) & 0xffffffffull;
+}
+
+// The sum of all lanes, of integers.
+inline int32_t sum_lanes(IntVec v) {
+    int32_t lane[LANES];
+    store(lane, v);
+    FORERUN_UNROLL
+    for (int width = LANES / 2; width > 0; width /= 2) {
+        FORERUN_UNROLL
+        for (int i = 0; i < width; i++) lane[i] += lane[i + width];
+    }
+    return lane[0];
+}
+
+// A group's values -> integers and their scale; sums: of both halves. NaN if one is not finite.
+inline float quantize_group(const Vec (&value)[GROUP / LANES], int8_t* out, int32_t (&sums)[2]) {
+    constexpr int REGISTERS_OF_HALF = GROUP / LANES / 2;
+    Vec most = Vec{}, invalid = Vec{};
+    FORERUN_UNROLL
+    for (int i = 0; i < GROUP / LANES; i++) {
+        const Vec size = bits_as<Vec>(bits_as<BitVec>(value[i]) & 0x7fffffffu);
+        most = size > most ? size : most;
+        invalid += value[i] * 0.0f;
+    }
+    const float largest = max_lanes(most), inverse = largest > 0 ? 127.0f / largest : 0.0f;
+    const Vec magic = broadcast(12582912.0f);
+    FORERUN_UNROLL
+    for (int half = 0; half < 2; half++) {
+        IntVec sum = IntVec{};
+        FORERUN_UNROLL
+        for (int i = half * REGISTERS_OF_HALF; i < (half + 1) * REGISTERS_OF_HALF; i++) {
+            const Vec rounded = mul_add(value[i], broadcast(inverse), magic);  // to an integer
+            const IntVec integers = bits_as<IntVec>(rounded) - 0x4b400000;
+            store(out + i * LANES, __builtin_convertvector(integers, ByteVec));
+            sum += integers;
+        }
+        sums[half] = sum_lanes(sum);
+    }
+    return largest / 127.0f + sum_lanes(invalid);
+}
+
+// What `quantize_token` fills, besides a token's values: every `stride`-th is the token's.
+struct TokenScales {
+    float* scales;
+    int32_t* starts;
+    float* sums;
+    int64_t stride;
+};
+
+// Starts: `bias` times the sum of the values, `columns` each. By pairs: of eight values the even ones
+// come first, as a word of 4-bit codes has them.
 template <class T>
-void quantize_token(const T* x, int64_t k, int64_t groups, int64_t columns, bool by_pairs,
-                    int8_t* out, float* scales, int32_t* sums) {
-    for (int64_t g = 0; g < groups; g++) {
-        float value[GROUP] = {}, largest = 0, invalid = 0;
-        for (int i = 0; i < GROUP && g * GROUP + i < k; i++) value[i] = to_float(x[g * GROUP + i]);
-        for (int i = 0; i < GROUP; i++) {
-            largest = std::max(largest, std::fabs(value[i]));
-            invalid += value[i] * 0.0f;  // NaN if infinite or NaN
-        }
-        const float inverse = largest > 0 ? 127.0f / largest : 0.0f;
+void quantize_token(const T* x, int64_t k, int64_t columns, int32_t bias, bool by_pairs,
+                    int8_t* out, const TokenScales& of) {
+    for (int64_t g = 0; g * GROUP < k; g++) {
+        const int64_t count = std::min<int64_t>(GROUP, k - g * GROUP);
+        T last[GROUP] = {};
+        const T* from = x + g * GROUP;
+        if (count < GROUP) from = std::copy_n(from, count, last) - count;
+        Vec value[GROUP / LANES];
+        FORERUN_UNROLL
+        for (int i = 0; i < GROUP / LANES; i++) value[i] = load_floats(from + i * LANES);
+        int32_t halves[2];
         int8_t* to = out + g * GROUP;
-        int32_t halves[2] = {};
-        for (int i = 0; i < GROUP; i++) {
-            const float scaled = mul_add(value[i], inverse, 12582912.0f);  // to an integer
-            to[i] = int8_t(bits_as<int32_t>(scaled) - 0x4b400000);
-            halves[i / (GROUP / 2)] += to[i];
-        }
+        const float scale = quantize_group(value, to, halves);
+        of.scales[g * of.stride] = scale;
         for (int i = 0; by_pairs && i < GROUP; i += 8) {
-            int8_t even_first[8];
-            for (int j = 0; j < 8; j++) even_first[j % 2 * 4 + j / 2] = to[i + j];
-            std::copy_n(even_first, 8, to + i);
+            const uint64_t word = load<uint64_t>(to + i);
+            store(to + i, gather_bytes(word) | gather_bytes(word >> 8) << 32);
         }
-        scales[g] = largest / 127.0f + invalid;
-        if (columns == GROUP)
-            sums[g] = halves[0] + halves[1];
-        else
-            for (int i = 0; i < 2 && g * GROUP + i * columns < k; i++) sums[2 * g + i] = halves[i];
+        if (columns == GROUP) halves[0] += halves[1];
+        for (int64_t i = 0; i * columns < count; i++) {
+            const int64_t at = (g * GROUP / columns + i) * of.stride;
+            of.starts[at] = bias * halves[i], of.sums[at] = scale * float(halves[i]);
+        }
     }
 }
 
@@ -884,27 +955,28 @@ Tokens prepare_tokens(const Weight& w, const T* x, int64_t m, int threads) {
             for (int64_t i = t * w.k; i < (t + 1) * w.k; i++)
                 values[i] = from_float<BFloat16>(to_float(x[i]));
         });
-        return {values, w.k, nullptr, nullptr, 0};
+        return {values, w.k, nullptr, nullptr, nullptr, m};
     }
     if (w.kind == GROUPED && std::is_same_v<T, BFloat16>) {
         float* values = scratch<float, 9>(m * w.k);
         parallel_for(m, m >= 64 ? threads : 1, [&](int64_t t) {
             for (int64_t i = t * w.k; i < (t + 1) * w.k; i++) values[i] = to_float(x[i]);
         });
-        return {values, w.k, nullptr, nullptr, 0};
+        return {values, w.k, nullptr, nullptr, nullptr, m};
     }
-    if (!has_int8_tokens(w.kind)) return {x, w.k, nullptr, nullptr, 0};
+    if (!has_int8_tokens(w.kind)) return {x, w.k, nullptr, nullptr, nullptr, m};
     const int64_t groups = (w.k + GROUP - 1) / GROUP, size = groups * GROUP;
-    const int64_t columns = columns_of_sum(w), count = (w.k + columns - 1) / columns;
+    const int64_t columns = columns_of_sum(w), steps = (w.k + columns - 1) / columns;
     const bool by_pairs = w.kind == GROUPED_INT8 && w.bits == 4;
     int8_t* values = scratch<int8_t, 0>(m * size);
     float* scales = scratch<float, 1>(m * groups);
-    int32_t* sums = scratch<int32_t, 2>(m * count);
+    int32_t* starts = scratch<int32_t, 2>(m * steps);
+    float* sums = scratch<float, 10>(m * steps);
     parallel_for(m, m >= 64 ? threads : 1, [&](int64_t t) {
-        quantize_token(x + t * w.k, w.k, groups, columns, by_pairs, values + t * size,
-                       scales + t * groups, sums + t * count);
+        const TokenScales of = {scales + t, starts + t, sums + t, m};
+        quantize_token(x + t * w.k, w.k, columns, bias_of(w), by_pairs, values + t * size, of);
     });
-    return {values, size, scales, sums, groups};
+    return {values, size, scales, starts, sums, m};
 }
 
 template <class T, class Sink>
@@ -1212,7 +1284,7 @@ void multiply_experts(const Weight* const* weights, const Pairs& pairs, const T*
     parallel_for(int64_t(items.size()), threads, [&](int64_t i) {
         const auto [w, first, count, begin, end] = items[size_t(i)];
         const Weight& weight = *w;
-        const Tokens tokens = {x, weight.k, nullptr, nullptr, 0};
+        const Tokens tokens = {x, weight.k, nullptr, nullptr, nullptr, 0};
         const auto each = [&](const Part& part) { sink(weight, part); };
         multiply_as<T>(weight, tokens, first, count, begin, end, each);
     });
@@ -1286,7 +1358,7 @@ void head_gemm(const HeadGemm& g, int threads) {
                     [&](float v, int64_t i) { row[i] = from_float<T>(v); });
             }
         };
-        const Tokens tokens = {x, g.x_token_stride, nullptr, nullptr, 0};
+        const Tokens tokens = {x, g.x_token_stride, nullptr, nullptr, nullptr, 0};
         multiply_as<T>(w, tokens, 0, g.tokens, 0, panels_of(w), sink);
     });
 }
