@@ -80,19 +80,16 @@ def demo(
     dtype: Annotated[
         str, typer.Option(help="float32 avoids differences by rounding; or auto, bfloat16")
     ] = "float32",
-    quantization: Annotated[
-        str | None, typer.Option(help="fp8; or int8 on a CPU: 4-bit weights stay as they are")
-    ] = None,
+    quantization: Annotated[str | None, typer.Option(help="fp8, or int8 on a CPU")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N")] = "auto",
     repetitions: Annotated[int, typer.Option(help="Timed runs of each prompt, both ways")] = 3,
 ) -> None:
     """Watch a model generate, plain and with its draft: the same text, only faster."""
     if repetitions < 1:
         raise ConfigError(f"--repetitions must be >= 1, got {repetitions}.")
+    name = algorithm.upper() if algorithm else None
     choose = real_models if real else bundled_models
-    models = choose(
-        model_path, speculative_draft_model_path, algorithm.upper() if algorithm else None
-    )
+    models = choose(model_path, speculative_draft_model_path, name)
     models = with_rounded_draft(models, device)
     asked: dict[str, Any] = {"temperature": temperature, "seed": seed, "repetitions": repetitions}
     params = SamplingParams(
@@ -112,13 +109,22 @@ def demo(
         if svg is not None:
             save_picture(result, models.algorithm, show.decode, svg)
         if as_json:
-            asked |= {"algorithm": models.algorithm, "dtype": spec.explain()["dtype"]}
-            asked |= {} if quantization is None else {"quantization": quantization}
-            extra = {**models.target, **asked, "environment": environment(spec)}
-            print_json({**result.as_dict(), **extra})
+            print_json({**result.as_dict(), **setting(models, spec), **asked})
     fail_if_aborted(result.outputs)
     if not result.identical:
         raise typer.Exit(1)
+
+
+def setting(models: Models, spec: LLM) -> dict[str, Any]:
+    """What ran, as JSON values."""
+    explained = spec.explain()
+    return {
+        **models.target,
+        "algorithm": models.algorithm,
+        "dtype": explained["dtype"],
+        "quantized_weights": explained["quantized_weights"],
+        "environment": environment(spec),
+    }
 
 
 def bundled_models(model_path: str | None, draft: str | None, algorithm: str | None) -> Models:

@@ -147,7 +147,7 @@ def fixed_order_attention(
         args = FixedOrderArguments(q, kv, out, partial, stats, q_len, scale * LOG2E, ctas, segments)
         fixed_order_sm90.launch(args)
         return out
-    _launch_step(q, kv, q_len, mask, scale, paths, partial, stats, segments, ctas)
+    _launch_step(_Step(q, kv, q_len, mask, scale, paths, segments), partial, stats, ctas)
     if ctas > 1:
         fold_segments(partial, stats, out, StepTokens(kv.start, q_len, kv.rows), mask, ctas)
     return out
@@ -178,11 +178,22 @@ def _triton_ctas(gpu: GpuInfo, q: Tensor, kv: PagedKV, q_len: int, kv_len_ub: in
     return choose_ctas(gpu, kv.start.shape[0] * kv.num_kv_heads * row_tiles, kv_len_ub)
 
 
-def _launch_step(
-    q: Tensor, kv: PagedKV, q_len: int, mask: MaskSpec, scale: float, paths: TreePaths | None,
-    partial: Tensor, stats: Tensor, segments: int, ctas: int,
-) -> None:  # fmt: skip
-    """Fills `partial`, the output if one CTA has a context, and `stats`, by the Triton kernel."""
+@dataclass(frozen=True, eq=False)
+class _Step:
+    """Arguments of `fixed_order_attention`, for the Triton kernel."""
+
+    q: Tensor
+    kv: PagedKV
+    q_len: int
+    mask: MaskSpec
+    scale: float
+    paths: TreePaths | None
+    segments: int  # that a context may have
+
+
+def _launch_step(step: _Step, partial: Tensor, stats: Tensor, ctas: int) -> None:
+    """Fills `partial`, the output if one CTA has a context, and `stats`."""
+    q, kv, q_len, mask, paths = step.q, step.kv, step.q_len, step.mask, step.paths
     gpu, (_, heads, dim) = gpu_of(q.device), q.shape
     tile = fixed_order_tile(gpu, dim, q.dtype)
     group, batch = heads // kv.num_kv_heads, kv.start.shape[0]
@@ -196,8 +207,8 @@ def _launch_step(
         q, as_bits(kv.k), as_bits(kv.v), partial, stats, kv.page_table, kv.start,
         None if kv.rows is None else kv.rows.first,
         q if paths is None else paths.nodes, q if paths is None else paths.depth,
-        mask.sinks, mask.qk_scale(scale),
-        q.stride(0), q.stride(1), kv.page_table.stride(0), segments,
+        mask.sinks, mask.qk_scale(step.scale),
+        q.stride(0), q.stride(1), kv.page_table.stride(0), step.segments,
         GROUP=group, KV_HEADS=kv.num_kv_heads, Q_LEN=q_len, PREFETCH_LEN=PREFETCH_LEN,
         WHOLE=ctas == 1, TREE=paths is not None, STAGES=stages, **_constants(q, kv, mask, tile),
         num_warps=tile.num_warps, num_stages=stages, **pdl_options(q),

@@ -266,6 +266,13 @@ struct Traits<BFLOAT16> {
     }
 };
 
+#if (FORERUN_LANES == 16 && defined(__AVX512VNNI__)) || (FORERUN_LANES == 8 && defined(__AVXVNNI__))
+#define FORERUN_VNNI 1
+#else
+#define FORERUN_VNNI 0
+#endif
+constexpr bool HAS_VNNI = FORERUN_VNNI;  // four products of bytes are added by one instruction
+
 // Of a tile with sums of integers besides those in float32: registers per token that have both. All
 // of its panels if they fit, else one after the other.
 template <int M, int PANELS>
@@ -535,7 +542,7 @@ struct Traits<GROUPED> {
 
 // Products of four codes and four values of a token, added to `sum`: of up to 4 bits, or of 8. Those
 // of 8 are OFFSET less than they are stored.
-#if (FORERUN_LANES == 16 && defined(__AVX512VNNI__)) || (FORERUN_LANES == 8 && defined(__AVXVNNI__))
+#if FORERUN_VNNI
 constexpr int32_t OFFSET = 0;
 inline IntVec add_products(IntVec sum, BitVec codes, int32_t token) {
 #if FORERUN_LANES == 16
@@ -605,7 +612,7 @@ inline int32_t bias_of(const Weight& w) {
 template <>
 struct Traits<GROUPED_INT8> {
     static constexpr int ACCUMULATORS = 2;
-    static constexpr int NEAR_TOKENS = NEAR_IF_CONVERTED;
+    static constexpr int NEAR_TOKENS = NEAR_IF_CONVERTED;  // codes of 8 bits
 
     template <int BITS, int M, int PANELS>
     static void tile_of(const Weight& w, int64_t panel, const Tokens& tokens, int64_t first,
@@ -723,10 +730,11 @@ struct Tiles {
     int panels;  // of `several`
 };
 
-// As many as there are registers for the sums of a panel in float32, and for integers of one of its
-// two registers.
+// Of int8 with VNNI, as many as there are registers for the sums of a panel in float32, and for integers
+// of one of its two registers: where a product takes more instructions, registers share some of them.
 template <int KIND>
-constexpr int MAX_TOKENS = REGISTERS / (Traits<KIND>::ACCUMULATORS == 1 ? 2 : 3);
+constexpr int MAX_TOKENS =
+    REGISTERS / (Traits<KIND>::ACCUMULATORS == 1 ? 2 : HAS_VNNI ? 3 : 4);
 
 template <int KIND, int M>
 void fill_tiles(Tiles* table) {
@@ -779,10 +787,12 @@ void multiply(const Weight& w, const Tokens& tokens, int64_t first, int64_t coun
     const int step = tiles_of<KIND>(int(largest)).panels;
     const int64_t bytes = panel_bytes<KIND>(w);
     const char* data = static_cast<const char*>(w.data);
+    const bool wide = KIND != GROUPED_INT8 || w.bits == 8;
+    const bool near = wide && count <= Traits<KIND>::NEAR_TOKENS;
     const char* after = next_gemm == nullptr ? data : static_cast<const char*>(next_gemm->data);
     for (int64_t panel = begin; panel < end; panel += step) {
         const char* next = panel + step < end ? data + (panel + step) * bytes : after;
-        if (count <= Traits<KIND>::NEAR_TOKENS) next = data + panel * bytes + NEAR_BYTES;
+        if (near) next = data + panel * bytes + NEAR_BYTES;
         for (int64_t t = 0; t < tiles; t++) {
             // A single tile reads all of the next panels ahead, or the first two a half each.
             const Ahead ahead = {t == 1 ? next + bytes / 2 : next, bytes, tiles == 1};
