@@ -101,8 +101,9 @@ def test_ranks_read_parts_dequantized(tmp_path: Path) -> None:
         torch.testing.assert_close(got, want, rtol=1e-5, atol=3e-5)
 
 
-def test_int8_keeps_the_weights_and_rounds_tokens(tmp_path: Path) -> None:
-    folder = folder_of(tmp_path / "m", "llama", "Q4_1")
+@pytest.mark.parametrize(("name", "kind"), [("llama", "Q4_1"), ("llama-tied-mqa", "Q8_0")])
+def test_int8_keeps_the_weights_and_rounds_tokens(name: str, kind: str, tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "m", name, kind)
     plain, rounding = (
         load_target(folder, torch.float32, CPU, quantization=each) for each in (None, "int8")
     )
@@ -114,6 +115,9 @@ def test_int8_keeps_the_weights_and_rounds_tokens(tmp_path: Path) -> None:
         x = torch.randn(5, linear.gemm.weight.k, generator=torch.Generator().manual_seed(1))
         want, got = linear.gemm(x), other.gemm(x)
         assert 0 < (got - want).norm() / want.norm() < 0.02
+    (embedding,), (head,) = rounding.modules(VocabEmbedding), rounding.modules(LMHead)
+    if name == "llama-tied-mqa":
+        assert head.gemm.weight.data is embedding.packed.data
 
 
 def test_shapes_are_checked_before_anything_is_read(tmp_path: Path) -> None:

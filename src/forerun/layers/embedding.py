@@ -115,7 +115,7 @@ class LMHead(LinearBase):
     def prepare(self) -> None:
         tied = self._tied
         if tied is not None and tied.packed is not None:
-            self.gemm, self.weight = CpuGemm(tied.packed), tied.weight
+            self.gemm, self.weight = self._with_tokens(CpuGemm(tied.packed)), tied.weight
             self.quantized_gemm = self.gemm.describe_quantized()
             return
         if not self.shared:

@@ -172,9 +172,9 @@ class LinearBase(Module):
             kept, fixed = self._method.gemm(weight, self.bias, dtype), self._fixed_order
             if kept is not None and fixed and weight.device.type == "cuda":
                 kept = kept.in_fixed_order()
-            if kept is not None and self._quantization in (INT8, DRAFT):
-                kept = kept.with_int8_tokens()
-            if kept is None:
+            if kept is not None:
+                kept = self._with_tokens(kept)
+            else:
                 plain = weight.dequantize().to(dtype)
                 kept = gemm_for(plain, self.bias, False, self._quantization, fixed)
             self.gemm = kept
@@ -186,6 +186,10 @@ class LinearBase(Module):
         )
         if self.gemm.packs_weight:
             self.weight = self.weight.new_empty(0, self.weight.shape[1])
+
+    def _with_tokens(self, gemm: Gemm) -> Gemm:
+        """A GEMM over a quantized weight, with the tokens that the setting `quantization` says."""
+        return gemm.with_int8_tokens() if self._quantization in (INT8, DRAFT) else gemm
 
     def map_rows(self, change: Rows) -> None:
         """Changes rows of the weight in place, before `prepare`: `change` works on [out, ...]."""
