@@ -150,6 +150,28 @@ def test_a_cpu_computes_with_the_integers(size: int, desc_act: bool, tmp_path: P
 
 
 @needs_kernels
+@pytest.mark.parametrize(
+    ("method", "config", "kept"),
+    [("awq", {}, Format.GROUPED_INT8), ("gptq", {"desc_act": True}, Format.INT8)],
+    ids=str,
+)
+def test_int8_rounds_tokens(
+    method: str, config: dict[str, Any], kept: Format, tmp_path: Path
+) -> None:
+    """The weights too where columns are reordered."""
+    quantized, plain = two_checkpoints(tmp_path, method, **config)
+    model = load_target(quantized, torch.float32, CPU, quantization="int8")
+    linears = [each for each in model.modules(LinearBase) if not isinstance(each, LMHead)]
+    assert all(each.gemm.weight.format is kept for each in linears)
+    ids = torch.arange(20)
+    got, want = (
+        Loop.of_model(each).ragged([(0, ids)])[0]
+        for each in (model, load_target(plain, torch.float32, CPU))
+    )
+    assert 0 < (got - want).norm() / want.norm() < 0.05
+
+
+@needs_kernels
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shared", [False, True])
 def test_the_smallest_form_of_a_weight(dtype: torch.dtype, shared: bool) -> None:
