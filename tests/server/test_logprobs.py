@@ -304,6 +304,25 @@ def test_prompts_can_be_scored(server: LiveServer, llm: LLM, limit: int, as_ids:
                 assert (value == max(top.values())) == (value == most[at - 1][0])
 
 
+def test_a_scoring_pass_has_the_bits_of_generation(server: LiveServer) -> None:
+    """What a trainer needs of rollouts with drafts: the same log-probabilities, to the last bit."""
+    complete = server.client().completions.create
+    asked: dict[str, Any] = {"model": "bundled", "logprobs": 0}
+    for seed, temperature in ((0, 0.0), (1, 0.8), (2, 1.3)):
+        more = {"return_token_ids": True, "ignore_eos": True, "top_p": 0.95}
+        (rollout,) = complete(
+            prompt=PROMPT, max_tokens=48, temperature=temperature, seed=seed,
+            extra_body=more, **asked,
+        ).choices  # fmt: skip
+        ids = [*rollout.prompt_token_ids, *rollout.token_ids]
+        (scored,) = complete(
+            prompt=ids, max_tokens=0, echo=True, temperature=temperature, **asked
+        ).choices
+        values = scored.logprobs.token_logprobs[len(rollout.prompt_token_ids) :]
+        assert values == rollout.logprobs.token_logprobs
+        assert len(values) == 48 and len(set(values)) > 1
+
+
 def test_a_prompt_alone(server: LiveServer, llm: LLM) -> None:
     call = {"return_logprob": True, "logprob_start_len": 0}
     params = {"max_new_tokens": 0, "temperature": 0}
