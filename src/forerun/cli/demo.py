@@ -109,13 +109,13 @@ def demo(
         if svg is not None:
             save_picture(result, models.algorithm, show.decode, svg)
         if as_json:
-            print_json({**result.as_dict(), **setting(models, spec), **asked})
+            print_json({**result.as_dict(), **what_ran(models, spec), **asked})
     fail_if_aborted(result.outputs)
     if not result.identical:
         raise typer.Exit(1)
 
 
-def setting(models: Models, spec: LLM) -> dict[str, Any]:
+def what_ran(models: Models, spec: LLM) -> dict[str, Any]:
     """What ran, as JSON values."""
     explained = spec.explain()
     return {

@@ -172,12 +172,12 @@ class LinearBase(Module):
             kept, fixed = self._method.gemm(weight, self.bias, dtype), self._fixed_order
             if kept is not None and fixed and weight.device.type == "cuda":
                 kept = kept.in_fixed_order()
-            if kept is not None:
-                kept = self._with_tokens(kept)
-            else:
+            if kept is None:
                 plain = weight.dequantize().to(dtype)
-                kept = gemm_for(plain, self.bias, False, self._quantization, fixed)
-            self.gemm = kept
+                kept = gemm_for(
+                    plain, self.bias, quantization=self._quantization, fixed_order=fixed
+                )
+            self.gemm = self._with_tokens(kept)
             self.quantized_gemm = self.gemm.describe_quantized() or "dequantized when loaded"
             self.quantized = None
             return

@@ -1,5 +1,6 @@
-// What attention kernels for Hopper share that have a page of 64 positions as their block: products of
-// up to 64 query rows with K, and of weights with V, for heads of 128 in bfloat16.
+// What attention kernels for Hopper share that have a page of 64 positions as their block: shared memory
+// of STAGES blocks, and products of up to 64 query rows with K, and of weights with V, for heads of 128
+// in bfloat16.
 #pragma once
 
 #include "sm90.cuh"
@@ -7,6 +8,36 @@
 constexpr int HEAD_DIM = 128, TILE_ROWS = 64, BLOCK_N = 64;
 // A tile of [64, 128] in shared memory is two of [64, 64] with 128-byte swizzle.
 constexpr int PARTS = HEAD_DIM / 64, PART_BYTES = 64 * 128, TILE_BYTES = PARTS * PART_BYTES;
+
+// Shared-memory addresses: Q, stages of K and of V, mbarriers that a tile has arrived at. A warpgroup
+// has every other stage to itself: it requests a tile when it has read the one before.
+struct Smem {
+  u32 data, barriers;
+  __device__ u32 q() const { return data; }
+  __device__ u32 k(int stage) const { return data + (1 + 2 * stage) * TILE_BYTES; }
+  __device__ u32 v(int stage) const { return data + (2 + 2 * stage) * TILE_BYTES; }
+  __device__ u32 k_full(int stage) const { return barriers + 16 * stage; }
+  __device__ u32 v_full(int stage) const { return barriers + 16 * stage + 8; }
+  __device__ u32 q_full() const { return barriers + 16 * STAGES; }
+};
+
+__device__ inline void init_barriers(const Smem& smem) {
+  for (int stage = 0; stage < STAGES; stage++) {
+    mbarrier_init(smem.k_full(stage), 1);
+    mbarrier_init(smem.v_full(stage), 1);
+  }
+  mbarrier_init(smem.q_full(), 1);
+  mbarrier_init_fence();
+}
+
+// Requests both parts of a tile; `full` is its mbarrier.
+__device__ inline void load_tile(u32 tile, const TmaDescriptor& descriptor, int column, int row,
+                                 int depth, u32 full, u64 policy) {
+  mbarrier_arrive_expect_tx(full, TILE_BYTES);
+#pragma unroll
+  for (int part = 0; part < PARTS; part++)
+    tma_load(tile + part * PART_BYTES, descriptor, column + part * 64, row, depth, full, policy);
+}
 
 // A thread of a warpgroup has two rows of the tile: tile_row() and tile_row() + 8. Of scores and
 // output it has the columns 8 j + 2 (lane % 4) and the next, at [4 j] and [4 j + 1], and of the second

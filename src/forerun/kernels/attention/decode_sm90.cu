@@ -76,18 +76,6 @@ __device__ int block_origin(const Work& work, int block) {
   return min(block * BLOCK_N, work.end - BLOCK_N);
 }
 
-// Shared-memory addresses: Q, stages of K and of V, mbarriers that a tile has arrived at. A
-// warpgroup has every other stage to itself: it requests a tile when it has read the one before.
-struct Smem {
-  u32 data, barriers;
-  __device__ u32 q() const { return data; }
-  __device__ u32 k(int stage) const { return data + (1 + 2 * stage) * TILE_BYTES; }
-  __device__ u32 v(int stage) const { return data + (2 + 2 * stage) * TILE_BYTES; }
-  __device__ u32 k_full(int stage) const { return barriers + 16 * stage; }
-  __device__ u32 v_full(int stage) const { return barriers + 16 * stage + 8; }
-  __device__ u32 q_full() const { return barriers + 16 * STAGES; }
-};
-
 // --- loads: by one thread of each warpgroup ------------------------------------------------------
 
 struct Loader {
@@ -99,20 +87,14 @@ struct Loader {
 
   __device__ void load_q() const {
     int token = work.request * args.q_len + work.first_row / args.group;
-    mbarrier_arrive_expect_tx(smem.q_full(), TILE_BYTES);
-    for (int part = 0; part < PARTS; part++)
-      tma_load(smem.q() + part * PART_BYTES, q_descriptor, part * 64, work.kv_head * args.group,
-               token, smem.q_full(), EVICT_NORMAL);
+    load_tile(smem.q(), q_descriptor, 0, work.kv_head * args.group, token, smem.q_full(),
+              EVICT_NORMAL);
   }
 
   __device__ void load(const TmaDescriptor& descriptor, u32 tile, u32 full, int i,
                        int page) const {
     int block = work.block + i, row = block_origin(work, block) - block * BLOCK_N;
-    mbarrier_arrive_expect_tx(full, TILE_BYTES);
-#pragma unroll
-    for (int part = 0; part < PARTS; part++)
-      tma_load(tile + part * PART_BYTES, descriptor, work.kv_head * HEAD_DIM + part * 64, row,
-               page, full, KV_POLICY);
+    load_tile(tile, descriptor, work.kv_head * HEAD_DIM, row, page, full, KV_POLICY);
   }
   // Of block i of the split.
   __device__ void load_k(int i, int page) const {
@@ -310,14 +292,7 @@ decode_sm90_kernel(const __grid_constant__ TmaDescriptor q_descriptor,
   extern __shared__ unsigned char bytes[];
   u32 address = smem_address(bytes), base = (address + 1023) & ~1023u;
   Smem smem{base, base + (1 + 2 * STAGES) * TILE_BYTES};
-  if (threadIdx.x == 0) {
-    for (int stage = 0; stage < STAGES; stage++) {
-      mbarrier_init(smem.k_full(stage), 1);
-      mbarrier_init(smem.v_full(stage), 1);
-    }
-    mbarrier_init(smem.q_full(), 1);
-    mbarrier_init_fence();
-  }
+  if (threadIdx.x == 0) init_barriers(smem);
   Arguments args{partial, lse,   page_table, start,      tree,   qk_scale, kv_heads,
                  group,   q_len, row_tiles,  num_splits, causal, window,   page_table_stride};
   Work work = find_work(args);

@@ -17,7 +17,8 @@
 
 constexpr int THREADS = 256, SLOTS = STAGES / 2;  // stages of a warpgroup
 static_assert(STAGES % 2 == 0 && EARLY_STAGES <= STAGES, "a warpgroup has every other stage");
-// What a warpgroup leaves for the other one: half of its output's columns, maxima and sums.
+// What a warpgroup leaves for the other one: half of its output's columns, maxima and sums. There is
+// room for two segments of each.
 constexpr int EXCHANGED = 8 + 1, EXCHANGE_BYTES = EXCHANGED * 128 * sizeof(float4);
 
 struct Arguments {
@@ -106,18 +107,6 @@ struct Blocks {
   }
 };
 
-// Shared-memory addresses: Q, stages of K and of V, what warpgroups leave for each other (twice, of
-// two segments each), mbarriers that a tile has arrived at.
-struct Smem {
-  u32 data, barriers;
-  __device__ u32 q() const { return data; }
-  __device__ u32 k(int stage) const { return data + (1 + 2 * stage) * TILE_BYTES; }
-  __device__ u32 v(int stage) const { return data + (2 + 2 * stage) * TILE_BYTES; }
-  __device__ u32 k_full(int stage) const { return barriers + 16 * stage; }
-  __device__ u32 v_full(int stage) const { return barriers + 16 * stage + 8; }
-  __device__ u32 q_full() const { return barriers + 16 * STAGES; }
-};
-
 // --- loads: by one thread of each warpgroup ------------------------------------------------------
 
 struct Loader {
@@ -129,27 +118,20 @@ struct Loader {
 
   __device__ void load_q() const {
     int token = work.token + work.first_row / args.group;
-    mbarrier_arrive_expect_tx(smem.q_full(), TILE_BYTES);
-    for (int part = 0; part < PARTS; part++)
-      tma_load(smem.q() + part * PART_BYTES, q_descriptor, part * 64, work.kv_head * args.group,
-               token, smem.q_full(), EVICT_NORMAL);
+    load_tile(smem.q(), q_descriptor, 0, work.kv_head * args.group, token, smem.q_full(),
+              EVICT_NORMAL);
   }
 
-  __device__ void load(const TmaDescriptor& descriptor, u32 tile, u32 full, int page) const {
-    mbarrier_arrive_expect_tx(full, TILE_BYTES);
-#pragma unroll
-    for (int part = 0; part < PARTS; part++)
-      tma_load(tile + part * PART_BYTES, descriptor, work.kv_head * HEAD_DIM + part * 64, 0, page,
-               full, EVICT_FIRST);
-  }
   __device__ void load_k(int stage, int page) const {
-    load(k_descriptor, smem.k(stage), smem.k_full(stage), page);
+    load_tile(smem.k(stage), k_descriptor, work.kv_head * HEAD_DIM, 0, page, smem.k_full(stage),
+              EVICT_FIRST);
   }
   __device__ void load_v(int stage, int page) const {
-    load(v_descriptor, smem.v(stage), smem.v_full(stage), page);
+    load_tile(smem.v(stage), v_descriptor, work.kv_head * HEAD_DIM, 0, page, smem.v_full(stage),
+              EVICT_FIRST);
   }
 
-  // Fills a warpgroup's stages and returns the blocks after these. With PDL, K/V before `start` was
+  // Fills a warpgroup's stages, and advances `blocks` past these. With PDL, K/V before `start` was
   // written before the preceding kernel; q and the query tokens' own K/V are written by it.
   __device__ void begin(Blocks& blocks, int warpgroup) const {
     int i = 0;
@@ -225,6 +207,11 @@ struct Softmax {
   }
 };
 
+// Weighted values, or a sum of weights, after a segment; old, own: what both are rescaled by.
+__device__ float folded(float total, float old, float more, float own) {
+  return __fmaf_rn(total, old, __fmul_rn(more, own));
+}
+
 // The fold of the segments so far: of all rows half of the columns.
 struct Total {
   Softmax softmax;
@@ -248,15 +235,15 @@ struct Total {
       own[half] = exp2_approx(__fsub_rn(max[half], row_max));
       so_far = row_max;
       float& weights = softmax.sum[half];
-      weights = __fmaf_rn(weights, old[half], __fmul_rn(sum[half], own[half]));
+      weights = folded(weights, old[half], sum[half], own[half]);
     }
 #pragma unroll
     for (int j = 0; j < 8; j++) {
       float4 x = output(j);
-      o[4 * j] = __fmaf_rn(o[4 * j], old[0], __fmul_rn(x.x, own[0]));
-      o[4 * j + 1] = __fmaf_rn(o[4 * j + 1], old[0], __fmul_rn(x.y, own[0]));
-      o[4 * j + 2] = __fmaf_rn(o[4 * j + 2], old[1], __fmul_rn(x.z, own[1]));
-      o[4 * j + 3] = __fmaf_rn(o[4 * j + 3], old[1], __fmul_rn(x.w, own[1]));
+      o[4 * j] = folded(o[4 * j], old[0], x.x, own[0]);
+      o[4 * j + 1] = folded(o[4 * j + 1], old[0], x.y, own[0]);
+      o[4 * j + 2] = folded(o[4 * j + 2], old[1], x.z, own[1]);
+      o[4 * j + 3] = folded(o[4 * j + 3], old[1], x.w, own[1]);
     }
   }
 };
@@ -432,11 +419,11 @@ struct FoldedRow {
     float row_max = fmaxf(max, more.max);
     float old = exp2_approx(__fsub_rn(max, row_max)), own = exp2_approx(__fsub_rn(more.max, row_max));
     max = row_max;
-    sum = __fmaf_rn(sum, old, __fmul_rn(more.sum, own));
-    o.x = __fmaf_rn(o.x, old, __fmul_rn(more.o.x, own));
-    o.y = __fmaf_rn(o.y, old, __fmul_rn(more.o.y, own));
-    o.z = __fmaf_rn(o.z, old, __fmul_rn(more.o.z, own));
-    o.w = __fmaf_rn(o.w, old, __fmul_rn(more.o.w, own));
+    sum = folded(sum, old, more.sum, own);
+    o.x = folded(o.x, old, more.o.x, own);
+    o.y = folded(o.y, old, more.o.y, own);
+    o.z = folded(o.z, old, more.o.z, own);
+    o.w = folded(o.w, old, more.o.w, own);
   }
 };
 
@@ -480,14 +467,7 @@ fixed_order_sm90_kernel(const __grid_constant__ TmaDescriptor q_descriptor,
   u32 address = smem_address(bytes), base = (address + 1023) & ~1023u;
   u32 exchange = base + (1 + 2 * STAGES) * TILE_BYTES;
   Smem smem{base, exchange + 4 * EXCHANGE_BYTES};
-  if (threadIdx.x == 0) {
-    for (int stage = 0; stage < STAGES; stage++) {
-      mbarrier_init(smem.k_full(stage), 1);
-      mbarrier_init(smem.v_full(stage), 1);
-    }
-    mbarrier_init(smem.q_full(), 1);
-    mbarrier_init_fence();
-  }
+  if (threadIdx.x == 0) init_barriers(smem);
   Arguments args{out,      partial, stats, page_table, start,    first,
                  qk_scale, kv_heads, group, q_len,      row_tiles, segments, page_table_stride};
   Work work = find_work(args);

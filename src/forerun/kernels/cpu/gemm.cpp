@@ -266,12 +266,70 @@ struct Traits<BFLOAT16> {
     }
 };
 
+// Whether one instruction adds four products of bytes.
 #if (FORERUN_LANES == 16 && defined(__AVX512VNNI__)) || (FORERUN_LANES == 8 && defined(__AVXVNNI__))
 #define FORERUN_VNNI 1
 #else
 #define FORERUN_VNNI 0
 #endif
-constexpr bool HAS_VNNI = FORERUN_VNNI;  // four products of bytes are added by one instruction
+
+// Products of four codes and four values of a token, added to `sum`: of up to 4 bits, or of 8. Those
+// of 8 are OFFSET less than they are stored.
+#if FORERUN_VNNI
+constexpr int32_t OFFSET = 0;
+inline IntVec add_products(IntVec sum, BitVec codes, int32_t token) {
+#if FORERUN_LANES == 16
+    return (IntVec)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, _mm512_set1_epi32(token));
+#else
+    return (IntVec)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)codes, _mm256_set1_epi32(token));
+#endif
+}
+inline IntVec add_small_products(IntVec sum, BitVec codes, int32_t token) {
+    return add_products(sum, codes, token);
+}
+#elif defined(__ARM_FEATURE_DOTPROD) && FORERUN_LANES == 4
+constexpr int32_t OFFSET = 128;
+inline IntVec add_small_products(IntVec sum, BitVec codes, int32_t token) {
+    return (IntVec)vdotq_s32((int32x4_t)sum, bits_as<int8x16_t>(codes),
+                             bits_as<int8x16_t>(vdupq_n_s32(token)));
+}
+inline IntVec add_products(IntVec sum, BitVec codes, int32_t token) {
+    return add_small_products(sum, codes ^ 0x80808080u, token);
+}
+#elif FORERUN_LANES > 4 || defined(__SSSE3__)
+// Products of unsigned and signed bytes are added in pairs to 16 bits, which hold those of 4-bit codes.
+constexpr int32_t OFFSET = 0;
+template <int FACTOR>
+inline IntVec scaled_products(BitVec codes, int32_t token) {
+#if FORERUN_LANES == 16
+    const __m512i pairs = _mm512_maddubs_epi16((__m512i)codes, _mm512_set1_epi32(token));
+    return (IntVec)_mm512_madd_epi16(pairs, _mm512_set1_epi16(FACTOR));
+#elif FORERUN_LANES == 8
+    const __m256i pairs = _mm256_maddubs_epi16((__m256i)codes, _mm256_set1_epi32(token));
+    return (IntVec)_mm256_madd_epi16(pairs, _mm256_set1_epi16(FACTOR));
+#else
+    const __m128i pairs = _mm_maddubs_epi16((__m128i)codes, _mm_set1_epi32(token));
+    return (IntVec)_mm_madd_epi16(pairs, _mm_set1_epi16(FACTOR));
+#endif
+}
+inline IntVec add_small_products(IntVec sum, BitVec codes, int32_t token) {
+    return sum + scaled_products<1>(codes, token);
+}
+inline IntVec add_products(IntVec sum, BitVec codes, int32_t token) {
+    return sum + scaled_products<1>(codes & 0x0f0f0f0fu, token) +
+           scaled_products<16>((codes >> 4) & 0x0f0f0f0fu, token);
+}
+#else
+constexpr int32_t OFFSET = 0;
+inline IntVec add_products(IntVec sum, BitVec codes, int32_t token) {
+    for (int i = 0; i < 4; i++)
+        sum += bits_as<IntVec>((codes >> (8 * i)) & 0xffu) * int8_t(token >> (8 * i));
+    return sum;
+}
+inline IntVec add_small_products(IntVec sum, BitVec codes, int32_t token) {
+    return add_products(sum, codes, token);
+}
+#endif
 
 // Of a tile with sums of integers besides those in float32: registers per token that have both. All
 // of its panels if they fit, else one after the other.
@@ -285,19 +343,10 @@ struct Traits<INT8> {
     static constexpr int ACCUMULATORS = 2;  // of a group as integers, and of all in float32
     static constexpr int NEAR_TOKENS = NEAR_IF_CONVERTED;
 
-#if FORERUN_LANES == 16 && defined(__AVX512VNNI__)
+#if FORERUN_VNNI
     static constexpr bool BIASED = true;  // the instruction multiplies weights + 128
     static inline IntVec multiply_add(IntVec sum, IntVec weights, int32_t token) {
-        return (IntVec)_mm512_dpbusd_epi32(
-            (__m512i)sum, _mm512_xor_si512((__m512i)weights, _mm512_set1_epi8(char(0x80))),
-            _mm512_set1_epi32(token));
-    }
-#elif FORERUN_LANES == 8 && defined(__AVXVNNI__)
-    static constexpr bool BIASED = true;
-    static inline IntVec multiply_add(IntVec sum, IntVec weights, int32_t token) {
-        return (IntVec)_mm256_dpbusd_avx_epi32(
-            (__m256i)sum, _mm256_xor_si256((__m256i)weights, _mm256_set1_epi8(char(0x80))),
-            _mm256_set1_epi32(token));
+        return add_products(sum, bits_as<BitVec>(weights) ^ 0x80808080u, token);
     }
 #elif defined(__ARM_FEATURE_DOTPROD) && FORERUN_LANES == 4
     static constexpr bool BIASED = false;
@@ -504,8 +553,21 @@ __attribute__((always_inline)) inline void each_column(const Weight& w, int64_t 
     each_group<PANELS>(scales, of_group);
 }
 
+// Of codes: `Own::tile_of`, by their bits.
+template <class Own>
+struct TraitsOfCodes {
+    template <int M, int PANELS>
+    static void tile(const Weight& w, int64_t panel, const Tokens& tokens, int64_t first,
+                     const Ahead& ahead, float* out) {
+        if (w.bits == 4)
+            Own::template tile_of<4, M, PANELS>(w, panel, tokens, first, ahead, out);
+        else
+            Own::template tile_of<8, M, PANELS>(w, panel, tokens, first, ahead, out);
+    }
+};
+
 template <>
-struct Traits<GROUPED> {
+struct Traits<GROUPED> : TraitsOfCodes<Traits<GROUPED>> {
     static constexpr int ACCUMULATORS = 1;
     static constexpr int NEAR_TOKENS = 0;
 
@@ -529,74 +591,7 @@ struct Traits<GROUPED> {
         each<M, 2 * PANELS>(
             [&](int m, int j) { store(out + (m * 2 * PANELS + j) * LANES, sum[m][j]); });
     }
-
-    template <int M, int PANELS>
-    static void tile(const Weight& w, int64_t panel, const Tokens& tokens, int64_t first,
-                     const Ahead& ahead, float* out) {
-        if (w.bits == 4)
-            tile_of<4, M, PANELS>(w, panel, tokens, first, ahead, out);
-        else
-            tile_of<8, M, PANELS>(w, panel, tokens, first, ahead, out);
-    }
 };
-
-// Products of four codes and four values of a token, added to `sum`: of up to 4 bits, or of 8. Those
-// of 8 are OFFSET less than they are stored.
-#if FORERUN_VNNI
-constexpr int32_t OFFSET = 0;
-inline IntVec add_products(IntVec sum, BitVec codes, int32_t token) {
-#if FORERUN_LANES == 16
-    return (IntVec)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, _mm512_set1_epi32(token));
-#else
-    return (IntVec)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)codes, _mm256_set1_epi32(token));
-#endif
-}
-inline IntVec add_small_products(IntVec sum, BitVec codes, int32_t token) {
-    return add_products(sum, codes, token);
-}
-#elif defined(__ARM_FEATURE_DOTPROD) && FORERUN_LANES == 4
-constexpr int32_t OFFSET = 128;
-inline IntVec add_small_products(IntVec sum, BitVec codes, int32_t token) {
-    return (IntVec)vdotq_s32((int32x4_t)sum, bits_as<int8x16_t>(codes),
-                             bits_as<int8x16_t>(vdupq_n_s32(token)));
-}
-inline IntVec add_products(IntVec sum, BitVec codes, int32_t token) {
-    return add_small_products(sum, codes ^ 0x80808080u, token);
-}
-#elif FORERUN_LANES > 4 || defined(__SSSE3__)
-// Products of unsigned and signed bytes are added in pairs to 16 bits, which hold those of 4-bit codes.
-constexpr int32_t OFFSET = 0;
-template <int FACTOR>
-inline IntVec scaled_products(BitVec codes, int32_t token) {
-#if FORERUN_LANES == 16
-    const __m512i pairs = _mm512_maddubs_epi16((__m512i)codes, _mm512_set1_epi32(token));
-    return (IntVec)_mm512_madd_epi16(pairs, _mm512_set1_epi16(FACTOR));
-#elif FORERUN_LANES == 8
-    const __m256i pairs = _mm256_maddubs_epi16((__m256i)codes, _mm256_set1_epi32(token));
-    return (IntVec)_mm256_madd_epi16(pairs, _mm256_set1_epi16(FACTOR));
-#else
-    const __m128i pairs = _mm_maddubs_epi16((__m128i)codes, _mm_set1_epi32(token));
-    return (IntVec)_mm_madd_epi16(pairs, _mm_set1_epi16(FACTOR));
-#endif
-}
-inline IntVec add_small_products(IntVec sum, BitVec codes, int32_t token) {
-    return sum + scaled_products<1>(codes, token);
-}
-inline IntVec add_products(IntVec sum, BitVec codes, int32_t token) {
-    return sum + scaled_products<1>(codes & 0x0f0f0f0fu, token) +
-           scaled_products<16>((codes >> 4) & 0x0f0f0f0fu, token);
-}
-#else
-constexpr int32_t OFFSET = 0;
-inline IntVec add_products(IntVec sum, BitVec codes, int32_t token) {
-    for (int i = 0; i < 4; i++)
-        sum += bits_as<IntVec>((codes >> (8 * i)) & 0xffu) * int8_t(token >> (8 * i));
-    return sum;
-}
-inline IntVec add_small_products(IntVec sum, BitVec codes, int32_t token) {
-    return add_products(sum, codes, token);
-}
-#endif
 
 // The columns whose products are added as integers.
 inline int64_t columns_of_sum(const Weight& w) {
@@ -610,9 +605,9 @@ inline int32_t bias_of(const Weight& w) {
 }
 
 template <>
-struct Traits<GROUPED_INT8> {
+struct Traits<GROUPED_INT8> : TraitsOfCodes<Traits<GROUPED_INT8>> {
     static constexpr int ACCUMULATORS = 2;
-    static constexpr int NEAR_TOKENS = NEAR_IF_CONVERTED;  // codes of 8 bits
+    static constexpr int NEAR_TOKENS = NEAR_IF_CONVERTED;
 
     template <int BITS, int M, int PANELS>
     static void tile_of(const Weight& w, int64_t panel, const Tokens& tokens, int64_t first,
@@ -687,15 +682,6 @@ struct Traits<GROUPED_INT8> {
         each<M, 2 * PANELS>(
             [&](int m, int j) { store(out + (m * 2 * PANELS + j) * LANES, sum[m][j]); });
     }
-
-    template <int M, int PANELS>
-    static void tile(const Weight& w, int64_t panel, const Tokens& tokens, int64_t first,
-                     const Ahead& ahead, float* out) {
-        if (w.bits == 4)
-            tile_of<4, M, PANELS>(w, panel, tokens, first, ahead, out);
-        else
-            tile_of<8, M, PANELS>(w, panel, tokens, first, ahead, out);
-    }
 };
 
 // A grouped panel as one of float32.
@@ -734,7 +720,7 @@ struct Tiles {
 // of one of its two registers: where a product takes more instructions, registers share some of them.
 template <int KIND>
 constexpr int MAX_TOKENS =
-    REGISTERS / (Traits<KIND>::ACCUMULATORS == 1 ? 2 : HAS_VNNI ? 3 : 4);
+    REGISTERS / (Traits<KIND>::ACCUMULATORS == 1 ? 2 : FORERUN_VNNI ? 3 : 4);
 
 template <int KIND, int M>
 void fill_tiles(Tiles* table) {
@@ -777,6 +763,12 @@ int64_t panel_bytes(const Weight& w) {
 // How far a tile reads its own weights ahead, where it does so.
 constexpr int64_t NEAR_BYTES = 1024;
 
+template <int KIND>
+int64_t near_tokens(const Weight& w) {
+    const bool few_bytes = KIND == GROUPED_INT8 && w.bits == 4;
+    return few_bytes ? 0 : Traits<KIND>::NEAR_TOKENS;
+}
+
 // Panels [begin, end) of tokens [first, first + count), tile by tile; sink(part) gets each.
 template <int KIND, class Sink>
 void multiply(const Weight& w, const Tokens& tokens, int64_t first, int64_t count, int64_t begin,
@@ -787,8 +779,7 @@ void multiply(const Weight& w, const Tokens& tokens, int64_t first, int64_t coun
     const int step = tiles_of<KIND>(int(largest)).panels;
     const int64_t bytes = panel_bytes<KIND>(w);
     const char* data = static_cast<const char*>(w.data);
-    const bool wide = KIND != GROUPED_INT8 || w.bits == 8;
-    const bool near = wide && count <= Traits<KIND>::NEAR_TOKENS;
+    const bool near = count <= near_tokens<KIND>(w);
     const char* after = next_gemm == nullptr ? data : static_cast<const char*>(next_gemm->data);
     for (int64_t panel = begin; panel < end; panel += step) {
         const char* next = panel + step < end ? data + (panel + step) * bytes : after;
@@ -873,8 +864,8 @@ void multiply_all(const Weight& w, const Tokens& tokens, int64_t m, int threads,
     });
 }
 
-// Bytes 0, 2, 4, 6 as a word.
-inline uint64_t gather_bytes(uint64_t word) {
+// Bytes 0, 2, 4 and 6, next to each other.
+inline uint64_t even_bytes(uint64_t word) {
     word &= 0x00ff00ff00ff00ffull;
     word = (word | word >> 8) & 0x0000ffff0000ffffull;
     return (word | word >> 16) & 0xffffffffull;
@@ -946,7 +937,7 @@ void quantize_token(const T* x, int64_t k, int64_t columns, int32_t bias, bool b
         of.scales[g * of.stride] = scale;
         for (int i = 0; by_pairs && i < GROUP; i += 8) {
             const uint64_t word = load<uint64_t>(to + i);
-            store(to + i, gather_bytes(word) | gather_bytes(word >> 8) << 32);
+            store(to + i, even_bytes(word) | even_bytes(word >> 8) << 32);
         }
         if (columns == GROUP) halves[0] += halves[1];
         for (int64_t i = 0; i * columns < count; i++) {
