@@ -18,6 +18,7 @@ from forerun.kernels.attention.tiles import (
     fixed_order_tile,
     lone_fixed_order_stages,
     mla_fixed_order_tile,
+    prefill_tile_config,
 )
 from forerun.kernels.runtime.fp8 import FP8
 from forerun.kernels.runtime.gpu import GpuInfo
@@ -72,6 +73,7 @@ def attention(
         blocks["STAGES"] = stages
         if not q_len:
             blocks["TILE_TOKENS"] = tile.block_m // group
+            blocks["MAP_TOKENS"] = prefill_tile_config(gpu, dim, dtype).block_m // group
         return Case(
             name,
             _step_kernel if q_len else _chunk_kernel,

@@ -113,11 +113,12 @@ def test_sm90_fixed_order_compiles(ctas: int) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.covering(0, 2)
+@pytest.mark.parametrize("fixed_order", [False, True])
 @pytest.mark.parametrize(
     ("head_dim", "dtype"), [(128, torch.bfloat16), (64, torch.float16)], ids=str
 )
-def test_sm90_prefill_compiles(head_dim: int, dtype: torch.dtype) -> None:
-    assert_compiles_well(prefill_sm90.cuda_source(head_dim, dtype))
+def test_sm90_prefill_compiles(head_dim: int, dtype: torch.dtype, fixed_order: bool) -> None:
+    assert_compiles_well(prefill_sm90.cuda_source(head_dim, dtype, fixed_order))
     assert prefill_sm90.smem_bytes(head_dim) <= MAX_SMEM_BYTES
 
 
@@ -253,7 +254,7 @@ def test_sm90_experts_that_choose_compile(config: Sm90MoeConfig, fp8: int) -> No
     ("source", "built"),
     [
         (SOURCE, cuda_source(CONFIGS[0], Sm90Variant())),
-        (prefill_sm90.SOURCE, prefill_sm90.cuda_source(128, torch.bfloat16)),
+        (prefill_sm90.SOURCE, prefill_sm90.cuda_source(128, torch.bfloat16, True)),
         (decode_sm90.SOURCE, decode_sm90.cuda_source()),
         (fixed_order_sm90.SOURCE, fixed_order_sm90.cuda_source(2)),
         (mla_sm90.SOURCE, mla_sm90.cuda_source(2)),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.kernels.attention import fixed_order
+from forerun.kernels.attention import fixed_order, prefill_sm90
 from forerun.kernels.attention.decode import CAUSAL, TREE, MaskSpec
 from forerun.kernels.attention.fixed_order import (
     TreePaths,
@@ -21,7 +21,7 @@ from forerun.kernels.attention.fixed_order import (
     sm90_ctas,
 )
 from forerun.kernels.attention.tile_map import build_tile_map
-from forerun.kernels.attention.tiles import fixed_order_tile
+from forerun.kernels.attention.tiles import prefill_tile_config
 from forerun.kernels.runtime import nvrtc
 from forerun.kernels.runtime.gpu import GpuInfo, gpu_of
 from forerun.kernels.runtime.jit import jit, tl
@@ -57,7 +57,7 @@ def step(case: Paged, mask: MaskSpec) -> Tensor:
 
 def chunks(case: Paged, mask: MaskSpec) -> Tensor:
     device, dim = case.q.device, case.q.shape[2]
-    tile = fixed_order_tile(gpu_of(device), dim, case.q.dtype)
+    tile = prefill_tile_config(gpu_of(device), dim, case.q.dtype)
     group = case.q.shape[1] // case.k_pool.shape[2]
     tile_map = build_tile_map(case.spans, tile.block_m // group, lambda t: t.to(device))
     return fixed_order_prefill(case.q, case.kv, tile_map, mask, case.scale)
@@ -198,6 +198,13 @@ SM90_STARTS = [
 ]
 
 
+SM90_SPANS: list[list[tuple[int, int]]] = [
+    [(0, 1), (0, 63), (0, 64), (0, 65), (0, 127), (0, 128), (0, 129), (0, 300)],
+    [(700, 40), (1, 255), (64, 64), (128, 128), (127, 2), (3000, 70)],
+    [(4000, 200), (4090, 3), (0, 1100), (16000, 500), (30000, 33)],
+]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("heads", "q_len"), [((32, 8), 1), ((32, 8), 8), ((8, 2), 40), ((16, 1), 2), ((2, 2), 5)]
@@ -222,6 +229,32 @@ def test_hoppers_kernel_has_the_same_bits(
                 outs.append(fixed_order_attention(q, kv, q_len, mask, case.scale, ub))
             assert outs[0].isfinite().all()
             assert all(torch.equal(out, outs[0]) for out in outs), starts
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page", [16, 64])
+@pytest.mark.parametrize(
+    ("heads", "dim"), [((32, 8), 128), ((4, 1), 64), ((5, 1), 128), ((6, 2), 64), ((16, 1), 128)]
+)
+def test_hoppers_prompts_have_the_same_bits(
+    heads: tuple[int, int],
+    dim: int,
+    page: int,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As Triton's. K/V past the end of a context is NaN."""
+    gpu, dtype = gpu_of(device), torch.bfloat16
+    if prefill_sm90.why_unfit(gpu, dtype, dtype, dim, page) is not None:
+        pytest.skip("it is for Hopper GPUs")
+    for spans in SM90_SPANS:
+        case = make_paged(spans, *heads, dim, page, dtype, device=device)
+        outs = [chunks(case, MaskSpec(CAUSAL))]
+        with monkeypatch.context() as patch:
+            patch.setattr(prefill_sm90, "why_unfit", lambda *_: "not today")
+            outs.append(chunks(case, MaskSpec(CAUSAL)))
+        assert outs[1].isfinite().all()
+        assert torch.equal(*outs), spans
 
 
 def test_hoppers_kernel_serves_few_tiles_of_plain_masks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,7 +65,6 @@ from forerun.kernels.attention.tiles import (
     choose_mla_splits,
     choose_num_splits,
     expanded_tile_config,
-    fixed_order_tile,
     mla_fixed_order_tile,
     mla_prefill_tile_rows,
     prefill_tile_config,
@@ -210,8 +209,7 @@ class TritonAttention(PagedBackend):
             if need.fixed_order:
                 tile_rows = mla_fixed_order_tile(gpu, self._latent_shape).block_m
             return build_row_tile_map(chunks, need.num_heads, tile_rows, send)
-        tile_of = fixed_order_tile if need.fixed_order else prefill_tile_config
-        config = tile_of(gpu, kind.head_dim, need.dtype)
+        config = prefill_tile_config(gpu, kind.head_dim, need.dtype)
         group = need.num_heads // kind.num_kv_heads
         return build_tile_map(chunks, max(1, config.block_m // group), send)
 

@@ -131,7 +131,7 @@ def check_determinism(
     """
     chosen = ways(settings, sizes)
     progress("plain decoding, one request at a time")
-    check = _Check(_plain(settings), sizes)
+    check = Check(reference_settings(settings), sizes)
     found = []
     for way in chosen:
         progress(way.name)
@@ -260,7 +260,7 @@ def _where(way: Mapping[str, Any]) -> str:
     return said
 
 
-def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
+def reference_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings of the reference."""
     fixed = {"skip_tokenizer_init": True, "disable_radix_cache": True}
     return {"max_running_requests": SLOTS, **without_speculation(settings), **fixed}
@@ -295,7 +295,7 @@ def _values(info: Mapping[str, Any], side: str) -> list[tuple[Any, ...]]:
     ]
 
 
-class _Check:
+class Check:
     """The reference, and runs that are compared with it."""
 
     def __init__(self, plain: Mapping[str, Any], sizes: Sizes) -> None:

@@ -13,7 +13,8 @@ Positions that a row does not see leave its result as it is: a masked score weig
 block or a segment without a visible one multiplies by exactly 1. So rows of a tile may differ in
 what they see.
 
-On Hopper `fixed_order_sm90.py` computes the same bits for passes of few tiles.
+On Hopper `fixed_order_sm90.py` computes the same bits for decode and verify passes, and
+`prefill_sm90.py` for prompts.
 
 A tree's tokens lie in the pool in the order of their nodes. Each is computed as the last token of
 the chain of its ancestors (`TreePaths`): the blocks from that of the first query token on are
@@ -28,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forerun.kernels.attention import decode_sm90, fixed_order_sm90
+from forerun.kernels.attention import decode_sm90, fixed_order_sm90, prefill_sm90
 from forerun.kernels.attention.decode import (
     CAUSAL,
     LOG2E,
@@ -161,15 +162,19 @@ def sm90_ctas(
     Beyond one tile per SM, two of the Triton kernel's CTAs on an SM read as fast.
     """
     group = q.shape[1] // kv.num_kv_heads
-    if gpu.amd or gpu.interpreted or gpu.capability != 90:
-        return 0
-    if mask.mask != CAUSAL or any(x is not None for x in (mask.window, mask.softcap, mask.sinks)):
+    if gpu.amd or gpu.interpreted or gpu.capability != 90 or not _is_plain(mask):
         return 0
     if decode_sm90.why_unfit(q.dtype, kv.k.dtype, q.shape[2], kv.page_size, group) is not None:
         return 0
     tiles = kv.start.shape[0] * kv.num_kv_heads * fixed_order_sm90.row_tiles(group, q_len)
     most = min(gpu.num_sms // tiles, fixed_order_sm90.MAX_CTAS)
     return min(choose_ctas(gpu, tiles, kv_len_ub), most)
+
+
+def _is_plain(mask: MaskSpec) -> bool:
+    """Whether it is what the kernels in CUDA C++ compute."""
+    more = mask.window, mask.softcap, mask.sinks
+    return mask.mask == CAUSAL and all(x is None for x in more)
 
 
 def _triton_ctas(gpu: GpuInfo, q: Tensor, kv: PagedKV, q_len: int, kv_len_ub: int) -> int:
@@ -261,7 +266,8 @@ def fixed_order_prefill(
     Args:
         q: [T, Hq, D]; tokens at any stride.
         kv: the cache.
-        tile_map: with `fixed_order_tile(...).block_m // group` tokens per tile.
+        tile_map: with at most `prefill_tile_config(...).block_m // group` tokens per tile, of which
+            the Triton kernel makes several.
         mask: causal.
         scale: of the scores.
 
@@ -269,12 +275,18 @@ def fixed_order_prefill(
         [T, Hq, D] in q's dtype.
     """
     total, heads, dim = q.shape
-    tile = fixed_order_tile(gpu_of(q.device), dim, q.dtype)
+    gpu, group = gpu_of(q.device), heads // kv.num_kv_heads
+    need = gpu, q.dtype, kv.k.dtype, dim, kv.page_size
+    if _is_plain(mask) and prefill_sm90.why_unfit(*need) is None:
+        return prefill_sm90.launch(q, kv, tile_map, mask, scale, fixed_order=True)
+    tile = fixed_order_tile(gpu, dim, q.dtype)
+    tokens = tile.block_m // group
+    parts = triton.cdiv(tile_map.tokens_per_tile, tokens)
     out = torch.empty((total, heads, dim), dtype=q.dtype, device=q.device)
-    _chunk_kernel[(kv.num_kv_heads, tile_map.entries.shape[0])](
+    _chunk_kernel[(kv.num_kv_heads * parts, tile_map.entries.shape[0])](
         q, as_bits(kv.k), as_bits(kv.v), out, kv.page_table, kv.start, tile_map.entries,
         mask.sinks, mask.qk_scale(scale), q.stride(0), q.stride(1), kv.page_table.stride(0),
-        TILE_TOKENS=tile_map.tokens_per_tile, GROUP=heads // kv.num_kv_heads,
+        MAP_TOKENS=tile_map.tokens_per_tile, TILE_TOKENS=tokens, GROUP=group,
         KV_HEADS=kv.num_kv_heads, STAGES=tile.num_stages, **_constants(q, kv, mask, tile),
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
@@ -724,16 +736,19 @@ def _fold_kernel(
 def _chunk_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, page_table, start_ptr, tile_map, sinks_ptr, qk_scale,
     q_token_stride, q_head_stride, page_table_stride,
-    TILE_TOKENS: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, FP8: tl.constexpr,
-    INT64_OFFSETS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    MAP_TOKENS: tl.constexpr, TILE_TOKENS: tl.constexpr, GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr,
+    FP8: tl.constexpr, INT64_OFFSETS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, SOFTCAP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One CTA per K/V head and entry of the tile map."""
-    kv_head = tl.program_id(0)
+    """One CTA per K/V head, entry of the tile map, and TILE_TOKENS of its MAP_TOKENS."""
+    kv_head = tl.program_id(0) % KV_HEADS
     entry = tile_map + tl.program_id(1) * 4
     request = tl.load(entry)
-    begin, count, first_token = tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
+    begin, count = tl.load(entry + 1), tl.load(entry + 2)
+    map_token = tl.load(entry + 3)
+    first_token = map_token + tl.program_id(0) // KV_HEADS * TILE_TOKENS
+    count = tl.minimum(count, map_token + MAP_TOKENS)  # past it, another entry's
     start = tl.load(start_ptr + request)
     table = page_table + request.to(tl.int64) * page_table_stride
 
@@ -749,6 +764,8 @@ def _chunk_kernel(
     q = cast_q(tl.load(q_ptr, mask=q_mask, other=0), dtype)
 
     high = start + tl.minimum(first_token + TILE_TOKENS, count)
+    if first_token >= count:
+        return
     full, low = start + first_token + 1, start * 0
     if WINDOW >= 0:
         low = tl.maximum(full - WINDOW, 0)

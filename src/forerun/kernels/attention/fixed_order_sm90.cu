@@ -14,6 +14,7 @@
 #endif
 
 #include "attention_sm90.cuh"
+#include "fixed_order_sm90.cuh"
 
 constexpr int THREADS = 256, SLOTS = STAGES / 2;  // stages of a warpgroup
 static_assert(STAGES % 2 == 0 && EARLY_STAGES <= STAGES, "a warpgroup has every other stage");
@@ -32,17 +33,7 @@ struct Arguments {
   int kv_heads, group, q_len, row_tiles, segments, page_table_stride;
 };
 
-// --- segments: as in fixed_order.py --------------------------------------------------------------
-
-__device__ int segment_begin(int segment) {
-  if (segment < 32) return segment * 128;
-  return segment < 44 ? 4096 + (segment - 32) * 1024 : 16384 + (segment - 44) * 4096;
-}
-
-__device__ int segment_of(int position) {
-  if (position < 4096) return position / 128;
-  return position < 16384 ? 32 + (position - 4096) / 1024 : 44 + (position - 16384) / 4096;
-}
+// --- segments ------------------------------------------------------------------------------------
 
 // The segment with which a CTA begins, of those before position `end`.
 __device__ int share_begin(int cta, int end) {
@@ -167,87 +158,6 @@ __device__ u32 quotients(float a, float b, float sum) {
 
 // --- warpgroups ----------------------------------------------------------------------------------
 
-// Every product and sum is written as one instruction: those of Triton's kernel, in its order.
-struct Softmax {
-  float max[2] = {-1e38f, -1e38f}, sum[2] = {0.f, 0.f};  // of a thread's two rows, in powers of two
-
-  // s: scores -> weights; `o`, of the blocks so far, is rescaled to the new maximum.
-  __device__ void step(float (&s)[32], float (&o)[64], float qk_scale) {
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      float a = s[2 * half], b = s[2 * half + 1];
-#pragma unroll
-      for (int j = 1; j < 8; j++) {
-        a = fmaxf(a, s[4 * j + 2 * half]);
-        b = fmaxf(b, s[4 * j + 2 * half + 1]);
-      }
-      a = fmaxf(a, b);
-      a = fmaxf(a, __shfl_xor_sync(~0u, a, 2));
-      a = fmaxf(a, __shfl_xor_sync(~0u, a, 1));
-      float row_max = fmaxf(max[half], __fmul_rn(a, qk_scale)), total = 0.f;
-      float factor = exp2_approx(__fsub_rn(max[half], row_max));
-      max[half] = row_max;
-#pragma unroll
-      for (int j = 0; j < 8; j++)
-#pragma unroll
-        for (int e = 0; e < 2; e++) {
-          float& x = s[4 * j + 2 * half + e];
-          x = exp2_approx(__fmaf_rn(x, qk_scale, -row_max));
-          total = j + e == 0 ? x : __fadd_rn(total, x);
-        }
-      total = __fadd_rn(total, __shfl_xor_sync(~0u, total, 2));
-      total = __fadd_rn(total, __shfl_xor_sync(~0u, total, 1));
-      sum[half] = __fmaf_rn(sum[half], factor, total);
-#pragma unroll
-      for (int j = 0; j < 16; j++)
-#pragma unroll
-        for (int e = 0; e < 2; e++)
-          o[4 * j + 2 * half + e] = __fmul_rn(o[4 * j + 2 * half + e], factor);
-    }
-  }
-};
-
-// Weighted values, or a sum of weights, after a segment; old, own: what both are rescaled by.
-__device__ float folded(float total, float old, float more, float own) {
-  return __fmaf_rn(total, old, __fmul_rn(more, own));
-}
-
-// The fold of the segments so far: of all rows half of the columns.
-struct Total {
-  Softmax softmax;
-  float o[32];
-
-  __device__ Total() {
-#pragma unroll
-    for (int i = 0; i < 32; i++) o[i] = 0.f;
-  }
-
-  // Adds a segment: its maxima and sums, and its output, 16 bytes for each j.
-  template <typename Output>
-  __device__ void fold(float4 maxima_sums, Output output) {
-    const float max[2] = {maxima_sums.x, maxima_sums.y}, sum[2] = {maxima_sums.z, maxima_sums.w};
-    float old[2], own[2];
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      float& so_far = softmax.max[half];
-      float row_max = fmaxf(so_far, max[half]);
-      old[half] = exp2_approx(__fsub_rn(so_far, row_max));
-      own[half] = exp2_approx(__fsub_rn(max[half], row_max));
-      so_far = row_max;
-      float& weights = softmax.sum[half];
-      weights = folded(weights, old[half], sum[half], own[half]);
-    }
-#pragma unroll
-    for (int j = 0; j < 8; j++) {
-      float4 x = output(j);
-      o[4 * j] = folded(o[4 * j], old[0], x.x, own[0]);
-      o[4 * j + 1] = folded(o[4 * j + 1], old[0], x.y, own[0]);
-      o[4 * j + 2] = folded(o[4 * j + 2], old[1], x.z, own[1]);
-      o[4 * j + 3] = folded(o[4 * j + 3], old[1], x.w, own[1]);
-    }
-  }
-};
-
 // One of the two warpgroups.
 struct Attention {
   const Arguments& args;
@@ -292,7 +202,7 @@ struct Attention {
 
   // A tile that a wgmma has read may be overwritten once a warp has waited for it: the four warps of
   // the warpgroup have started it together.
-  __device__ void attend(Blocks ahead, const Loader& loader, Total& total) {
+  __device__ void attend(Blocks ahead, const Loader& loader, Total<32>& total) {
     float s[32], o[64];
     Softmax softmax;
     Blocks blocks(work, warpgroup);
@@ -315,7 +225,9 @@ struct Attention {
       if (loads) loader.load_k(stage, page);
       if (active) {
         if (blocks.position + BLOCK_N > work.full) mask(s, blocks.position);
-        softmax.step(s, o, args.qk_scale);
+        float factor[2];
+        softmax.step(s, args.qk_scale, factor);
+        rescale(o, factor);
       }
       mbarrier_wait(smem.v_full(stage), phase);
       if (blocks.position + BLOCK_N > work.end) clear_values(smem.v(stage), blocks.position);
@@ -343,7 +255,7 @@ struct Attention {
     return exchange + (segment - work.segment) % 4 * EXCHANGED * 128 + thread;
   }
 
-  __device__ void fold_other(int segment, Total& total) const {
+  __device__ void fold_other(int segment, Total<32>& total) const {
     if (!active) return;
     const float4* left = exchanged(segment);
     total.fold(left[8 * 128], [&](int j) { return left[j * 128]; });
@@ -352,8 +264,8 @@ struct Attention {
   // Folds a segment of this warpgroup and the one of the other, in their order: half of the columns
   // each. The other one has read what this one left two segments before, when both have met again.
   __device__ void give_and_fold(const Softmax& softmax, const float (&o)[64], int segment,
-                                Total& total) const {
-    float4 stats = make_float4(softmax.max[0], softmax.max[1], softmax.sum[0], softmax.sum[1]);
+                                Total<32>& total) const {
+    float4 stats = softmax.maxima_sums();
     if (active) {
       float4* left = exchanged(segment);
 #pragma unroll
@@ -390,7 +302,7 @@ struct Attention {
     }
   }
 
-  __device__ void store_output(const Total& total) const {
+  __device__ void store_output(const Total<32>& total) const {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       if (row(half) >= work.rows) continue;
@@ -480,7 +392,7 @@ fixed_order_sm90_kernel(const __grid_constant__ TmaDescriptor q_descriptor,
   __syncwarp();
   griddepcontrol_wait();
   Attention attention(args, smem, work, (float4*)(bytes + (exchange - address)));
-  Total total;
+  Total<32> total;  // of all rows half of the columns
   attention.attend(ahead, loader, total);
   if constexpr (CLUSTER_SIZE == 1) {
     attention.store_output(total);

@@ -70,13 +70,11 @@ def prefill_attention(
         return prefill_attention_ref(q, kv, spans, mask, scale)
     total, heads, dim = q.shape
     gpu, rows = gpu_of(q.device), tile_map.tokens_per_tile * (heads // kv.num_kv_heads)
-    out = torch.empty((total, heads, dim), dtype=q.dtype, device=q.device)
     need = gpu, q.dtype, kv.k.dtype, dim, kv.page_size
     plain = mask.sinks is None and not mask.needs_triton
     if config is None and plain and prefill_sm90.why_unfit(*need) is None:
-        assert rows <= prefill_sm90.BLOCK_M, "a tile has no room for its heads"
-        prefill_sm90.launch(q, kv, tile_map, mask, scale, out)
-        return out
+        return prefill_sm90.launch(q, kv, tile_map, mask, scale)
+    out = torch.empty((total, heads, dim), dtype=q.dtype, device=q.device)
     config = config or prefill_tile_config(gpu, dim, q.dtype)
     assert rows <= config.block_m, "a tile has no room for its heads"
     _prefill_attention_kernel[(kv.num_kv_heads, tile_map.entries.shape[0])](

@@ -7,6 +7,7 @@
 //   BLOCK_M              rows of a tile (tokens times query heads), 64 per consumer warpgroup
 //   BLOCK_N              positions of a K/V block
 //   KV_STAGES            stages of the SMEM pipelines of K and of V; Q has one
+//   FIXED_ORDER          1: the bits of `fixed_order.py`, over blocks of 64 positions
 //   CONVERT, ELEMENTS    cvt to the element type, and wgmma's operand types, as asm text
 // and the operands of wgmma as asm text: S = Q Kᵀ (N = BLOCK_N) and O += P V (N = HEAD_DIM):
 //   S_SHAPE, S_REGISTERS, S_A, S_B, S_OUTPUTS, S_ACCUMULATORS
@@ -17,6 +18,7 @@
 #define BLOCK_M 128
 #define BLOCK_N 16
 #define KV_STAGES 2
+#define FIXED_ORDER 0
 #define CONVERT "cvt.rn.bf16x2.f32"
 #define ELEMENTS ".f32.bf16.bf16"
 #define S_SHAPE "m64n16k16"
@@ -42,7 +44,12 @@
       "+f"(o[31])
 #endif
 
+#if FIXED_ORDER
+#include "fixed_order_sm90.cuh"
+static_assert(BLOCK_N == 2 * SEGMENT_BLOCK);
+#else
 #include "sm90.cuh"
+#endif
 
 constexpr int CONSUMER_WARPGROUPS = BLOCK_M / 64;
 constexpr int ROW_BYTES = 128;        // of a tile in shared memory: 64 elements, one swizzle width
@@ -112,6 +119,9 @@ struct alignas(16) Tile {
   int begin_block, end_block;  // K/V blocks, at multiples of BLOCK_N; at least one
   int low, high;               // K/V outside [low, high) may be another request's, or NaN
   int request;
+  // The i-th block: from the last to the first, so that the masked ones of the diagonal come first.
+  __device__ int block(int i) const { return FIXED_ORDER ? begin_block + i : end_block - 1 - i; }
+  __device__ int blocks() const { return end_block - begin_block; }
 };
 
 __device__ Tile find_tile(const PrefillArguments& args, int work) {
@@ -216,7 +226,7 @@ __device__ void produce(const TmaDescriptor& q_descriptor, const TmaDescriptor& 
     int next = 0;
     if (lane == 0) next = gridDim.x + atomicInc((u32*)args.next_work, args.num_work - 1);
     Tile tile = find_tile(args, work);
-    int block = tile.end_block - 1, row = loader.pool_row(args, tile, block);
+    int row = loader.pool_row(args, tile, tile.block(0));
     loader.load_k(tile, row);
     if (lane == 0) {
       u32 full = pipelines.q.full(0), smem = pipelines.q.stage(0);
@@ -229,8 +239,8 @@ __device__ void produce(const TmaDescriptor& q_descriptor, const TmaDescriptor& 
     }
     q_state.advance();
     __syncwarp();
-    for (; block > tile.begin_block; block--) {  // K one block ahead of V, as they are consumed
-      int next_row = loader.pool_row(args, tile, block - 1);
+    for (int i = 1; i < tile.blocks(); i++) {  // K one block ahead of V, as they are consumed
+      int next_row = loader.pool_row(args, tile, tile.block(i));
       loader.load_k(tile, next_row);
       loader.load_v(tile, row);
       row = next_row;
@@ -251,7 +261,6 @@ __device__ void produce(const TmaDescriptor& q_descriptor, const TmaDescriptor& 
 // Of a thread's two rows: lane / 4 (half 0) and lane / 4 + 8 (half 1) of the warp's 16 rows. In all
 // accumulators, x[4 j + 2 half + e] is column 8 j + 2 (lane % 4) + e.
 struct Rows {
-  float max[2], sum[2];  // of the online softmax; max in powers of two, sum of this thread's columns
   int begin[2], end[2];  // positions that a row attends to
 };
 
@@ -284,11 +293,12 @@ __device__ void start_qk(float (&s)[BLOCK_N / 2], u64 q, u32 k_stage) {
 }
 
 // Starts o += P V. The accumulator layout of S is the register layout of A.
-__device__ void start_pv(float (&o)[HEAD_DIM / 2], const u32 (&p)[BLOCK_N / 4], u32 v_stage) {
+template <int COUNT>
+__device__ void start_pv(float (&o)[HEAD_DIM / 2], const u32 (&p)[COUNT], u32 v_stage) {
   u64 v = mn_major_descriptor(v_stage, KV_PART_BYTES);
   wgmma_fence();
 #pragma unroll
-  for (int i = 0; i < BLOCK_N / 16; i++) wgmma_pv(o, p + 4 * i, v + i * (16 * ROW_BYTES >> 4));
+  for (int i = 0; i < COUNT / 4; i++) wgmma_pv(o, p + 4 * i, v + i * (16 * ROW_BYTES >> 4));
   wgmma_commit();
 }
 
@@ -308,41 +318,62 @@ __device__ void mask_scores(float (&s)[BLOCK_N / 2], const Rows& rows, int first
   }
 }
 
-// s: scores -> weights. rescale: what earlier weights are multiplied with.
-__device__ void online_softmax(float (&s)[BLOCK_N / 2], Rows& rows, float qk_scale,
-                               float (&rescale)[2]) {
-#pragma unroll
-  for (int half = 0; half < 2; half++) {
-    float a = s[2 * half], b = s[2 * half + 1];
-#pragma unroll
-    for (int j = 1; j < BLOCK_N / 8; j++) {
-      a = fmaxf(a, s[4 * j + 2 * half]);
-      b = fmaxf(b, s[4 * j + 2 * half + 1]);
-    }
-    a = fmaxf(a, b);
-    a = fmaxf(a, __shfl_xor_sync(~0u, a, 1));
-    a = fmaxf(a, __shfl_xor_sync(~0u, a, 2));
-    float row_max = fmaxf(rows.max[half], a * qk_scale);
-    rescale[half] = exp2_approx(rows.max[half] - row_max);
-    rows.max[half] = row_max;
-  }
-#pragma unroll
-  for (int half = 0; half < 2; half++) {
-    float a = 0.f, b = 0.f;
-#pragma unroll
-    for (int j = 0; j < BLOCK_N / 8; j++) {
-      float &x = s[4 * j + 2 * half], &y = s[4 * j + 2 * half + 1];
-      x = exp2_approx(fmaf(x, qk_scale, -rows.max[half]));
-      y = exp2_approx(fmaf(y, qk_scale, -rows.max[half]));
-      a += x, b += y;
-    }
-    rows.sum[half] = rows.sum[half] * rescale[half] + (a + b);
-  }
-}
+#if !FIXED_ORDER
+// The online softmax of a thread's two rows.
+struct Softmax {
+  float max[2] = {-1e38f, -1e38f};  // in powers of two; finite: its difference to itself is 0
+  float sum[2] = {0.f, 0.f};        // of this thread's columns
 
-__device__ void pack_weights(u32 (&p)[BLOCK_N / 4], const float (&s)[BLOCK_N / 2]) {
+  // s: scores -> weights. factor: what earlier weights are multiplied by.
+  __device__ void step(float (&s)[BLOCK_N / 2], float qk_scale, float (&factor)[2]) {
 #pragma unroll
-  for (int i = 0; i < BLOCK_N / 4; i++) p[i] = pack(s[2 * i], s[2 * i + 1]);
+    for (int half = 0; half < 2; half++) {
+      float a = s[2 * half], b = s[2 * half + 1];
+#pragma unroll
+      for (int j = 1; j < BLOCK_N / 8; j++) {
+        a = fmaxf(a, s[4 * j + 2 * half]);
+        b = fmaxf(b, s[4 * j + 2 * half + 1]);
+      }
+      a = fmaxf(a, b);
+      a = fmaxf(a, __shfl_xor_sync(~0u, a, 1));
+      a = fmaxf(a, __shfl_xor_sync(~0u, a, 2));
+      float row_max = fmaxf(max[half], a * qk_scale);
+      factor[half] = exp2_approx(max[half] - row_max);
+      max[half] = row_max;
+    }
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      float a = 0.f, b = 0.f;
+#pragma unroll
+      for (int j = 0; j < BLOCK_N / 8; j++) {
+        float &x = s[4 * j + 2 * half], &y = s[4 * j + 2 * half + 1];
+        x = exp2_approx(fmaf(x, qk_scale, -max[half]));
+        y = exp2_approx(fmaf(y, qk_scale, -max[half]));
+        a += x, b += y;
+      }
+      sum[half] = sum[half] * factor[half] + (a + b);
+    }
+  }
+
+  // A quotient of weighted values and the sum of weights, from its inverse.
+  __device__ float divisor(int half) const {
+    float all = sum[half] + __shfl_xor_sync(~0u, sum[half], 1);
+    return 1.f / (all + __shfl_xor_sync(~0u, all, 2));
+  }
+  __device__ static float quotient(float x, float inverse) { return x * inverse; }
+};
+
+template <int COUNT>
+__device__ void rescale(float (&o)[COUNT], const float (&factor)[2]) {
+#pragma unroll
+  for (int i = 0; i < COUNT; i++) o[i] *= factor[i / 2 % 2];
+}
+#endif
+
+template <int COUNT>
+__device__ void pack_weights(u32 (&p)[COUNT], const float (&s)[2 * COUNT]) {
+#pragma unroll
+  for (int i = 0; i < COUNT; i++) p[i] = pack(s[2 * i], s[2 * i + 1]);
 }
 
 __device__ bool is_outside(const Tile& tile, int block) {
@@ -379,16 +410,18 @@ __device__ void transpose_quad(u32 (&x)[4]) {
   }
 }
 
-// out_row: token times query heads plus head. inverse: 1 / the sum of the weights.
-__device__ void store_row(const float (&o)[HEAD_DIM / 2], int half, float inverse, u32* out,
+// out_row: token times query heads plus head.
+__device__ void store_row(const float (&o)[HEAD_DIM / 2], int half, const Softmax& softmax, u32* out,
                           u64 out_row, bool inside) {
   int lane = threadIdx.x % 32;
+  float divisor = softmax.divisor(half);
 #pragma unroll
   for (int j = 0; j < HEAD_DIM / 8; j += 4) {  // 32 columns: 8 consecutive ones for each lane
     u32 x[4];
 #pragma unroll
     for (int i = 0; i < 4; i++)
-      x[i] = pack(o[4 * (j + i) + 2 * half] * inverse, o[4 * (j + i) + 2 * half + 1] * inverse);
+      x[i] = pack(Softmax::quotient(o[4 * (j + i) + 2 * half], divisor),
+                  Softmax::quotient(o[4 * (j + i) + 2 * half + 1], divisor));
     transpose_quad(x);
     if (inside)
       *(uint4*)(out + (out_row * HEAD_DIM + 8 * (j + lane % 4)) / 2) =
@@ -396,8 +429,8 @@ __device__ void store_row(const float (&o)[HEAD_DIM / 2], int half, float invers
   }
 }
 
-__device__ void store_output(const float (&o)[HEAD_DIM / 2], const Rows& rows, const Tile& tile,
-                             const PrefillArguments& args, int first_row) {
+__device__ void store_output(const float (&o)[HEAD_DIM / 2], const Softmax& softmax,
+                             const Tile& tile, const PrefillArguments& args, int first_row) {
   int lane = threadIdx.x % 32;
 #pragma unroll
   for (int half = 0; half < 2; half++) {
@@ -405,10 +438,7 @@ __device__ void store_output(const float (&o)[HEAD_DIM / 2], const Rows& rows, c
     bool inside = token < tile.tokens;
     u64 out_row = (u64)(tile.row + token) * (args.kv_heads * args.group) +
                   tile.kv_head * args.group + row % args.group;
-    float sum = rows.sum[half];
-    sum += __shfl_xor_sync(~0u, sum, 1);
-    sum += __shfl_xor_sync(~0u, sum, 2);
-    store_row(o, half, 1.f / sum, args.out, out_row, inside);
+    store_row(o, half, softmax, args.out, out_row, inside);
   }
 }
 
@@ -417,18 +447,34 @@ struct ConsumerState {
   PipelineState<KV_STAGES> k, v;
 };
 
-// 64 rows of a tile: from the last block to the first, so that the masked blocks of the diagonal
-// come first. Q Kᵀ of a block is issued before P V of the one before it, so that P V runs during
-// the softmax (intra-warpgroup pipelining, section 3.2).
-__device__ void attend(float (&o)[HEAD_DIM / 2], Rows& rows, const Tile& tile, u64 q,
+#if FIXED_ORDER
+#include "prefill_fixed_order_sm90.cuh"
+#else
+
+// What a warpgroup computes of 64 rows.
+struct Output {
+  Softmax softmax;
+  float o[HEAD_DIM / 2];
+  __device__ Output() {
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 2; i++) o[i] = 0.f;
+  }
+  __device__ void store(const Tile& tile, const PrefillArguments& args, int first_row) const {
+    store_output(o, softmax, tile, args, first_row);
+  }
+};
+
+// 64 rows of a tile. Q Kᵀ of a block is issued before P V of the one before it, so that P V runs
+// during the softmax (intra-warpgroup pipelining, section 3.2).
+__device__ void attend(Output& out, const Rows& rows, const Tile& tile, u64 q,
                        const Pipelines& pipelines, ConsumerState& state,
                        const PrefillArguments& args, int warpgroup) {
   // Blocks within [clear, full) need no mask.
   int full = args.causal ? tile.position + 1 : tile.high;
   int clear = args.causal ? tile.position + tile.tokens - args.window : tile.low;
-  float s[BLOCK_N / 2], rescale[2];
+  float s[BLOCK_N / 2], factor[2];
   u32 p[BLOCK_N / 4];
-  int block = tile.end_block - 1;
+  int block = tile.block(0);
 
   mbarrier_wait(pipelines.k.full(state.k.stage), state.k.phase);
   start_qk(s, q, pipelines.k.stage(state.k.stage));
@@ -438,19 +484,20 @@ __device__ void attend(float (&o)[HEAD_DIM / 2], Rows& rows, const Tile& tile, u
   state.k.advance();
   if ((block + 1) * BLOCK_N > full || block * BLOCK_N < clear)
     mask_scores(s, rows, block * BLOCK_N);
-  online_softmax(s, rows, args.qk_scale, rescale);
+  out.softmax.step(s, args.qk_scale, factor);
   pack_weights(p, s);
   if (is_outside(tile, block)) {
     mbarrier_wait(pipelines.v.full(state.v.stage), state.v.phase);
     zero_outside(pipelines.v.stage(state.v.stage), tile, block);
   }
 
-  while (--block >= tile.begin_block) {
+  for (int i = 1; i < tile.blocks(); i++) {
+    block = tile.block(i);
     mbarrier_wait(pipelines.k.full(state.k.stage), state.k.phase);
     wait_for_turn(warpgroup);
     start_qk(s, q, pipelines.k.stage(state.k.stage));
     mbarrier_wait(pipelines.v.full(state.v.stage), state.v.phase);
-    start_pv(o, p, pipelines.v.stage(state.v.stage));
+    start_pv(out.o, p, pipelines.v.stage(state.v.stage));
     pass_turn(warpgroup);
     wgmma_wait<1>();
     fence_registers(s);
@@ -458,54 +505,52 @@ __device__ void attend(float (&o)[HEAD_DIM / 2], Rows& rows, const Tile& tile, u
     state.k.advance();
     if ((block + 1) * BLOCK_N > full || block * BLOCK_N < clear)
       mask_scores(s, rows, block * BLOCK_N);
-    online_softmax(s, rows, args.qk_scale, rescale);
-    keep_before_wait(rows.sum[0] + rows.sum[1]);
+    out.softmax.step(s, args.qk_scale, factor);
+    keep_before_wait(out.softmax.sum[0] + out.softmax.sum[1]);
     wgmma_wait<0>();
-    fence_registers(o);
+    fence_registers(out.o);
     release(pipelines.v.empty(state.v.stage));
     state.v.advance();
     pack_weights(p, s);
-#pragma unroll
-    for (int i = 0; i < HEAD_DIM / 2; i++) o[i] *= rescale[i / 2 % 2];
+    rescale(out.o, factor);
   }
   release(pipelines.q.empty(0));
 
-  // Zeroed already, if it was also the last.
-  if (tile.end_block - tile.begin_block > 1 && is_outside(tile, tile.begin_block)) {
+  // Zeroed already, if it was also the first.
+  if (tile.blocks() > 1 && is_outside(tile, block)) {
     mbarrier_wait(pipelines.v.full(state.v.stage), state.v.phase);
-    zero_outside(pipelines.v.stage(state.v.stage), tile, tile.begin_block);
+    zero_outside(pipelines.v.stage(state.v.stage), tile, block);
   }
   mbarrier_wait(pipelines.v.full(state.v.stage), state.v.phase);
-  start_pv(o, p, pipelines.v.stage(state.v.stage));
+  start_pv(out.o, p, pipelines.v.stage(state.v.stage));
   wgmma_wait<0>();
-  fence_registers(o);
+  fence_registers(out.o);
   release(pipelines.v.empty(state.v.stage));
   state.v.advance();
 }
 
+#endif
+
 __device__ void consume(const Pipelines& pipelines, const PrefillArguments& args, int warpgroup) {
   ConsumerState state;
   int first_row = warpgroup * 64 + threadIdx.x / 32 % 4 * 16;  // of the warp's 16 rows
-  if (warpgroup == CONSUMER_WARPGROUPS - 1) pass_turn(warpgroup);  // warpgroup 0 has the first
+  // Warpgroup 0 has the first turn.
+  if (!FIXED_ORDER && warpgroup == CONSUMER_WARPGROUPS - 1) pass_turn(warpgroup);
   for (;; state.q.advance()) {
     mbarrier_wait(pipelines.q.full(0), state.q.phase);
     Tile tile = *pipelines.tile;
     if (tile.tokens == 0) break;
-    float o[HEAD_DIM / 2];
-#pragma unroll
-    for (int i = 0; i < HEAD_DIM / 2; i++) o[i] = 0.f;
+    Output out;
     Rows rows;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       int token = (first_row + threadIdx.x % 32 / 4 + 8 * half) / args.group;
-      rows.max[half] = -1e38f;  // finite: its difference to itself is 0
-      rows.sum[half] = 0.f;
       rows.end[half] = args.causal ? tile.position + token + 1 : tile.high;
       rows.begin[half] = args.causal ? rows.end[half] - args.window : tile.low;
     }
     u64 q = k_major_descriptor(pipelines.q.stage(0) + warpgroup * 64 * ROW_BYTES);
-    attend(o, rows, tile, q, pipelines, state, args, warpgroup);
-    store_output(o, rows, tile, args, first_row);
+    attend(out, rows, tile, q, pipelines, state, args, warpgroup);
+    out.store(tile, args, first_row);
   }
 }
 
@@ -550,6 +595,6 @@ prefill_sm90_kernel(const __grid_constant__ TmaDescriptor q_descriptor,
     if (warp == 0) produce(q_descriptor, k_descriptor, v_descriptor, pipelines, args);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-    consume(pipelines, args, warp / 4 - 1);
+    consume(pipelines, args, __shfl_sync(~0u, warp / 4 - 1, 0));
   }
 }

@@ -20,7 +20,10 @@ Paged K/V: a box of a TMA load lies within a page, so that a block is loaded wit
 gcd(BLOCK_N, page size) boxes, one for each lane of the producer warp. K/V outside the request may
 be NaN, which survives a weight of 0: V's rows there are zeroed in shared memory.
 
-A row's result depends on its request alone, not on the others in the batch.
+A row's result depends on its request alone, not on the others in the batch. With `fixed_order` it
+has the bits of `fixed_order.py` (`prefill_fixed_order_sm90.cuh`): blocks are computed from the
+first to the last, a block in two steps of the softmax, and segments are folded in registers. The
+warpgroups take no turns then.
 """
 
 from __future__ import annotations
@@ -84,7 +87,7 @@ def smem_bytes(head_dim: int) -> int:
     return q + 2 * KV_STAGES * (BLOCK_N * head_dim * 2 + 16) + 1024
 
 
-def cuda_source(head_dim: int, dtype: torch.dtype) -> str:
+def cuda_source(head_dim: int, dtype: torch.dtype, fixed_order: bool) -> str:
     """`prefill_sm90.cu` with its configuration as macros in front, ready to compile."""
     element = ELEMENTS[dtype]
     macros: dict[str, int | str] = {
@@ -92,6 +95,7 @@ def cuda_source(head_dim: int, dtype: torch.dtype) -> str:
         "BLOCK_M": BLOCK_M,
         "BLOCK_N": BLOCK_N,
         "KV_STAGES": KV_STAGES,
+        "FIXED_ORDER": int(fixed_order),
         "CONVERT": f'"cvt.rn.{element}x2.f32"',
         "ELEMENTS": f'".f32.{element}.{element}"',
         **_wgmma_macros(head_dim),
@@ -121,14 +125,21 @@ def _wgmma_macros(head_dim: int) -> dict[str, str]:
 
 
 def launch(
-    q: Tensor, kv: PagedKV, tile_map: TileMap, mask: MaskSpec, scale: float, out: Tensor
-) -> None:
-    """Runs `prefill_attention` into `out` [T, Hq, D], contiguous."""
+    q: Tensor,
+    kv: PagedKV,
+    tile_map: TileMap,
+    mask: MaskSpec,
+    scale: float,
+    fixed_order: bool = False,
+) -> Tensor:
+    """`prefill_attention`, or with `fixed_order` `fixed_order_prefill`: [T, Hq, D], contiguous."""
     device, head_dim, heads = q.device, q.shape[2], kv.num_kv_heads
     group, rows = q.shape[1] // heads, box_rows(kv.page_size)
+    assert group * tile_map.tokens_per_tile <= BLOCK_M, "a tile has no room for its heads"
+    out = torch.empty(q.shape, dtype=q.dtype, device=device)
     num_work = tile_map.entries.shape[0] * heads
     nvrtc.launch(
-        _load_kernel(device, head_dim, q.dtype),
+        _load_kernel(device, head_dim, q.dtype, fixed_order),
         min(num_work, gpu_of(device).num_sms),
         NUM_THREADS,
         (
@@ -141,6 +152,7 @@ def launch(
         ),
         device,
     )  # fmt: skip
+    return out
 
 
 def _kv_descriptor(pool: Tensor, rows: int) -> Any:
@@ -149,5 +161,7 @@ def _kv_descriptor(pool: Tensor, rows: int) -> Any:
 
 
 _load_kernel = nvrtc.loader(
-    "prefill_sm90_kernel", cuda_source, lambda head_dim, dtype: smem_bytes(head_dim)
+    "prefill_sm90_kernel",
+    cuda_source,
+    lambda head_dim, dtype, fixed_order: smem_bytes(head_dim),
 )
