@@ -11,8 +11,9 @@ from torch import Tensor
 from forerun.core.errors import ConfigError
 from forerun.kernels.gemm.config import Sm90GemmConfig, TritonGemmConfig
 from forerun.kernels.gemm.dispatch import choose_fixed_order_gemm
-from forerun.kernels.gemm.gemm_triton import max_splits
+from forerun.kernels.gemm.gemm_triton import _iter_range, max_splits
 from forerun.kernels.runtime.gpu import GpuInfo
+from forerun.kernels.runtime.jit import jit, tl
 from forerun.layers.communication import WeightPlacement
 from forerun.layers.gemm import FixedOrderGemm, gemm_for
 from forerun.layers.norm import RMSNorm
@@ -53,6 +54,39 @@ def test_a_token_has_the_same_bits_among_any_number(n: int, k: int) -> None:
     exact = x[:200].double() @ weight.double().T
     error = (gemm(x[:200]).double() - exact).norm() / exact.norm()
     assert error < 3e-3
+
+
+@pytest.mark.gpu
+def test_a_large_vocabulary() -> None:
+    """gpt-oss-20b's LM head, whose K is no multiple of 128: a CTA for each of 18,852 tiles."""
+    weight = torch.randn(201088, 2880, device="cuda", dtype=torch.bfloat16) * 2880**-0.5
+    x = torch.randn(768, 2880, device="cuda", dtype=torch.bfloat16)
+    gemm = FixedOrderGemm(weight, None)
+    logits = gemm(x)
+    assert torch.equal(logits[700:701], gemm(x[700:701]))
+    exact = x[[0, 700]].double() @ weight.double().T
+    assert (logits[[0, 700]].double() - exact).norm() / exact.norm() < 3e-3
+
+
+@jit
+def _store_ranges(out, total_iters, num_ctas, SIZE: tl.constexpr):
+    cta = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    begin, end = _iter_range(cta, num_ctas, total_iters)
+    tl.store(out + 2 * cta, begin, mask=cta < num_ctas)
+    tl.store(out + 2 * cta + 1, end, mask=cta < num_ctas)
+
+
+@pytest.mark.parametrize(
+    ("total", "ctas"),
+    [(18852 * 23, 18852), (201088 * 23, 201088), (1000, 7), (66 * 40, 132), (1_000_003, 2374)],
+)
+def test_ctas_share_all_iterations(total: int, ctas: int, device: torch.device) -> None:
+    """Where their product exceeds 2^31, too."""
+    out = torch.zeros(ctas, 2, dtype=torch.int32, device=device)
+    _store_ranges[(-(-ctas // 4096),)](out, total, ctas, 4096)
+    cta = torch.arange(ctas + 1)
+    bounds = cta * total // ctas
+    assert torch.equal(out.cpu().long(), torch.stack([bounds[:-1], bounds[1:]], 1))
 
 
 @pytest.mark.gpu

@@ -46,6 +46,7 @@ def launch(config: TritonGemmConfig, args: GemmArguments, semaphores: Tensor) ->
     num_ctas = min(config.num_ctas, tiles * iters_per_tile)
     max_split = max_splits(num_ctas, tiles, iters_per_tile)
     assert max_split == 1 or (m <= MAX_M and tiles <= len(semaphores))
+    assert max_split == 1 or tiles * iters_per_tile * num_ctas < 1 << 31  # `_cta_of_iter`
     partials = args.partials
     if partials is None and max_split > 1:  # a workspace
         size = (2 * num_ctas, block_m, config.block_n)
@@ -162,7 +163,7 @@ def gemm_kernel(
         m = tile % tiles_m * BLOCK_M + tl.arange(0, BLOCK_M)
         m_mask = m[:, None] < M
         acc = tl.zeros((BLOCK_N, BLOCK_M) if SWAP_AB else (BLOCK_M, BLOCK_N), tl.float32)
-        x_tile = x + m[:, None] * stride_x + k[None, :]
+        x_tile = x + m[:, None].to(tl.int64) * stride_x + k[None, :]
         row = _weight_rows(tile_n, tl.arange(0, BLOCK_N), N, BLOCK_N, SILU_MUL)
         w_tile = w + row[:, None] * K + k[None, :]
         for i in range(tl.maximum(begin - start, 0), tl.minimum(end - start, iters_per_tile)):
@@ -192,8 +193,10 @@ def gemm_kernel(
         if FP8 and GROUP == 0:
             acc *= tl.load(scales + row)[None, :]
 
-        first_cta = _cta_of_iter(start, num_ctas, total_iters)
-        others = _cta_of_iter(start + iters_per_tile - 1, num_ctas, total_iters) - first_cta
+        first_cta, others = cta, cta * 0
+        if MAX_SPLIT > 1:
+            first_cta = _cta_of_iter(start, num_ctas, total_iters)
+            others = _cta_of_iter(start + iters_per_tile - 1, num_ctas, total_iters) - first_cta
         split = cta - first_cta
         column = tl.arange(0, BLOCK_N)[None, :]
         is_last = True if MAX_SPLIT == 1 else others == 0
@@ -245,8 +248,13 @@ def _sum_partials(
 
 @jit
 def _iter_range(cta, num_ctas, total_iters):
-    """The iterations [begin, end) of a CTA."""
-    return cta * total_iters // num_ctas, (cta + 1) * total_iters // num_ctas
+    """The iterations [begin, end) of a CTA: from cta * total_iters // num_ctas on.
+
+    That product may exceed 2^31, where every tile has a CTA: so only the remainder is multiplied.
+    """
+    each, more = total_iters // num_ctas, total_iters % num_ctas
+    begin = cta * each + cta * more // num_ctas
+    return begin, (cta + 1) * each + (cta + 1) * more // num_ctas
 
 
 @jit
@@ -299,7 +307,7 @@ def _epilogue(
             up += tl.load(bias + N + n, mask=n_mask, other=0.0).to(tl.float32)[None, :]
         acc = acc * tl.sigmoid(acc) * up
     mask = m_mask & n_mask[None, :]
-    offset = m[:, None] * N + n[None, :]
+    offset = m[:, None].to(tl.int64) * N + n[None, :]
     if tile_max is not None:
         logits = acc.to(x_type).to(tl.float32)
         logits = tl.where(logits == logits, logits, float("inf"))  # NaN is as invalid as +inf
