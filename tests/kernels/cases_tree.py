@@ -136,7 +136,7 @@ CASES = [
             prompt_lookup._longest_matches,
             {"history": "*i32", "slots": "*i64", "start": "*i32", "tokens": "*i32", "best": "*i64"}
             | dict.fromkeys(("lengths", "group", "groups") if shared else (), "*i32")
-            | dict.fromkeys(("stride", "part_size", "min_match", "max_match"), "i32"),
+            | dict.fromkeys(("stride", "parts", "part_size", "min_match", "max_match"), "i32"),
             ({} if shared else dict.fromkeys(("lengths", "group", "groups")))
             | {"SHARED": shared, "BLOCK": suffix.TEXT_TOKENS if shared else prompt_lookup.BLOCK},
             options={"num_warps": 4},

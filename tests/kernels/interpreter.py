@@ -3,12 +3,32 @@
 from __future__ import annotations
 
 import inspect
+import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
+
+
+class Grids:
+    """In place of a kernel: its grids, of launches that do nothing."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        self.seen.append(tuple(grid))
+        return lambda *_args, **_kwargs: None
+
+    def check(self, ctas: int) -> None:
+        """One launch of so many CTAs, whose grid a GPU takes."""
+        (grid,) = self.seen
+        assert math.prod(grid) == ctas
+        assert grid[0] < 1 << 31
+        assert all(size < 1 << 16 for size in grid[1:])
 
 
 def quicken(interpreter: Any, monkeypatch: pytest.MonkeyPatch) -> None:

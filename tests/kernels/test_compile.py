@@ -5,6 +5,7 @@ To add kernels, add `cases_FAMILY.py` to this folder, with a list `CASES` of `Ca
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -36,6 +37,12 @@ def test_every_launched_kernel_has_a_case() -> None:
     assert len(launched) >= 30
     cases = "".join(path.read_text() for path in HERE.glob("cases_*.py"))
     assert [name for name in sorted(launched) if not re.search(rf"\b{name}\b", cases)] == []
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_has_cases(family: str) -> None:
+    """What the exhaustive test below imports is there."""
+    assert importlib.import_module(f"tests.kernels.cases_{family}").CASES
 
 
 @pytest.mark.exhaustive

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -200,3 +200,27 @@ def test_the_convolution_has_the_same_bits_in_any_pass(device: torch.device) -> 
             found[name] = run(passes, [x], (state.num_pending, torch.zeros(1)), forward)
         for name, got in found.items():
             assert torch.equal(got, found["single tokens"]), (name, size)
+
+
+@pytest.mark.exhaustive
+def test_rows_beyond_32_bits(device: torch.device) -> None:
+    """a and b lie 2^30 apart, so that the third one's offset exceeds 2^31.
+
+    8.6 GB, of which on a CPU a few pages are touched.
+    """
+    stride, tokens, heads = 1 << 30, 3, Heads(1, 1, 4, 4)
+    first = 2 * stride  # so that a wrong offset is within the memory
+    wide = torch.empty(first + (tokens - 1) * stride + 2, dtype=torch.bfloat16, device=device)
+    generator = torch.Generator().manual_seed(0)
+    qkv = torch.randn(tokens, heads.conv, generator=generator).to(device, torch.bfloat16)
+    near = torch.randn(tokens, 2, generator=generator).to(device, torch.bfloat16)
+    far = wide.as_strided((tokens, 2), (stride, 1), first)
+    far.copy_(near)
+    chunks = PromptChunks.of([tokens], lambda host: host.to(device))
+    outs = []
+    for each in (near, far):
+        state = new_state(heads, device)
+        state = replace(state, slots=state.slots[:1])
+        gates = DeltaGates(each[:, :1], each[:, 1:], *decays(heads, device))
+        outs.append(gated_delta_prefill(qkv, gates, state, chunks, fixed_order=True))
+    assert torch.equal(*outs)

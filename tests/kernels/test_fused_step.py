@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from forerun.kernels.sampling import argmax as argmax_module
 from forerun.kernels.sampling.argmax import (
     argmax,
     argmax_keys,
@@ -19,6 +20,7 @@ from forerun.kernels.sampling.argmax import (
 from forerun.kernels.speculation.accept import SlotState, accept_commit, accept_commit_ref
 from forerun.kernels.speculation.decode_inputs import build_decode_inputs, build_decode_inputs_ref
 from forerun.speculative.simulate import SimulatedAcceptance
+from tests.kernels.interpreter import Grids
 
 
 @pytest.mark.covering(0, 2)
@@ -32,6 +34,17 @@ def test_argmax(rows: int, vocab: int, dtype: torch.dtype, device: torch.device)
 @pytest.mark.parametrize("rows", [1, 16, 480])
 def test_argmax_real(rows: int, device: torch.device) -> None:
     check_argmax(rows, 151_936, torch.bfloat16, device)
+
+
+def test_argmax_of_many_rows_has_a_grid_that_gpus_take(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    """256 requests verify trees of 256 tokens; a grid's y has 65,535 at most."""
+    grids = Grids()
+    monkeypatch.setattr(argmax_module, "_argmax_part", grids)
+    monkeypatch.setattr(argmax_module, "_argmax_reduce", Grids())
+    argmax(torch.zeros(1, 20_000, device=device).expand(1 << 16, -1))
+    grids.check(3 << 16)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

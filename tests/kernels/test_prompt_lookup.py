@@ -11,7 +11,13 @@ from torch import Tensor
 
 from forerun.kernels.cpu import library, step
 from forerun.kernels.speculation import prompt_lookup as module
-from forerun.kernels.speculation.prompt_lookup import prompt_lookup, prompt_lookup_ref
+from forerun.kernels.speculation.prompt_lookup import (
+    Texts,
+    longest_matches,
+    prompt_lookup,
+    prompt_lookup_ref,
+)
+from tests.kernels.interpreter import Grids
 
 Lookup = Callable[..., Tensor]
 
@@ -65,6 +71,19 @@ def test_drafts_follow_the_latest_of_the_longest_matches(
             tokens = history[slot, : last + 1].tolist()
             want = lookup(tokens, min_match, max_match, num_drafts) if last else tokens * num_drafts
             assert row == want, (slot, last)
+
+
+def test_a_large_corpus_has_a_grid_that_gpus_take(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    """A grid's y has 65,535 at most."""
+    grids = Grids()
+    monkeypatch.setattr(module, "_longest_matches", grids)
+    rows = torch.zeros(1 << 16, dtype=torch.int32, device=device)
+    ends = rows.new_zeros(3, 64), torch.tensor([0, 1], device=device), rows.new_zeros(2)
+    texts = Texts(rows.new_zeros(1 << 16, 1), 1, rows, rows, rows)
+    assert longest_matches(ends, texts, 1, 4).shape == (2, 1 << 16)
+    grids.check(2 << 16)
 
 
 @pytest.mark.gpu

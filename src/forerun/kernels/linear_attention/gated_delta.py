@@ -475,20 +475,21 @@ def _gated_delta_tokens(
     decay, dt_bias = tl.load(decay_ptr + head), tl.load(dt_bias_ptr + head)
     K_ROW: tl.constexpr = K_HEADS * K_DIM
     ROW: tl.constexpr = 2 * K_ROW + V_HEADS * V_DIM
-    q_ptr = qkv + begin * ROW + k_head * K_DIM + row
-    v_ptr = qkv + begin * ROW + 2 * K_ROW + head * V_DIM + column
-    out_ptr += (begin * V_HEADS + head) * V_DIM + column
-    a_ptr += begin * a_stride + head
-    b_ptr += begin * b_stride + head
+    q_ptr = qkv + k_head * K_DIM + row
+    v_ptr = qkv + 2 * K_ROW + head * V_DIM + column
+    out_ptr += head * V_DIM + column
+    a_ptr += head
+    b_ptr += head
     state += (slot * V_HEADS + head) * (K_DIM * V_DIM) + row[:, None] * V_DIM + column[None, :]
     s = tl.load(state, mask=inside, other=0.0).to(tl.float32)
     for i in range(count):
-        g = _log_decay(tl.load(a_ptr + i * a_stride), decay, dt_bias)
+        token = begin + i  # int64
+        g = _log_decay(tl.load(a_ptr + token * a_stride), decay, dt_bias)
         s, _, _, out = _advance_by_token(
-            s, q_ptr + i * ROW, v_ptr + i * ROW, g, tl.load(b_ptr + i * b_stride),
+            s, q_ptr + token * ROW, v_ptr + token * ROW, g, tl.load(b_ptr + token * b_stride),
             inside_k, inside_v, K_ROW, K_DIM, EPS,
         )  # fmt: skip
-        out_at = out_ptr + i * (V_HEADS * V_DIM)
+        out_at = out_ptr + token * (V_HEADS * V_DIM)
         tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=inside_v)
     tl.store(state, s.to(state.dtype.element_ty), mask=inside)
 

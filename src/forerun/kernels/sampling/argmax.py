@@ -81,7 +81,7 @@ def _part_keys(logits: Tensor) -> Tensor:
     block = min(max(block // 2, MIN_BLOCK), MAX_BLOCK)
     num_parts = triton.cdiv(vocab, block)
     keys = torch.empty(rows, num_parts, dtype=torch.int64, device=logits.device)
-    _argmax_part[(num_parts, rows)](
+    _argmax_part[(rows * num_parts,)](  # in one dimension: y has at most 65,535
         logits, keys, vocab, logits.stride(0), num_parts,
         BLOCK=block, num_warps=max(1, vector_warps(block, logits) // 4), **pdl_options(logits),
     )  # fmt: skip
@@ -107,7 +107,7 @@ def _argmax_part(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    row, part = (tl.program_id(0) // num_parts).to(tl.int64), tl.program_id(0) % num_parts
     id = part * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row * row_stride + id, mask=id < vocab, other=float("-inf"))
     x = x.to(tl.float32)

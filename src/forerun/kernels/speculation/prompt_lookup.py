@@ -95,9 +95,9 @@ def longest_matches(ends: Ends, texts: Texts, min_match: int, max_match: int) ->
         return longest_matches_ref(ends, texts, min_match, max_match)
     history, slots, start = ends
     best = slots.new_empty(len(slots), texts.num_parts)
-    _longest_matches[best.shape](
+    _longest_matches[(best.numel(),)](  # in one dimension: y has at most 65,535
         history, slots, start, texts.tokens, texts.length, texts.group, texts.groups, best,
-        history.stride(0), texts.part_size, min_match, max_match,
+        history.stride(0), texts.num_parts, texts.part_size, min_match, max_match,
         SHARED=texts.length is not None, BLOCK=min(BLOCK, texts.part_size), num_warps=4,
         **pdl_options(history),
     )  # fmt: skip
@@ -161,14 +161,15 @@ def _num_parts(positions: int) -> int:
 
 @jit
 def _longest_matches(
-    history, slots, start, tokens, lengths, group, groups, best, stride, part_size, min_match,
-    max_match, SHARED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    history, slots, start, tokens, lengths, group, groups, best, stride, parts, part_size,
+    min_match, max_match, SHARED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One CTA per request and part: length << 32 | index of its best match, or -1."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    request, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    batch = tl.num_programs(0) // parts
+    request, part = (tl.program_id(0) % batch).to(tl.int64), tl.program_id(0) // batch
     last, slot = tl.load(start + request), tl.load(slots + request)
     row, begin = history + slot * stride, part * part_size
     if SHARED:  # the part is a row, whose first token nothing precedes
@@ -192,7 +193,7 @@ def _longest_matches(
             back += 1
         score = (length.to(tl.int64) << 32) | position.to(tl.int64)
         found = tl.maximum(found, tl.where(length >= min_match, score, -1))
-    tl.store(best + request * tl.num_programs(1) + part, tl.max(found, 0))
+    tl.store(best + request * parts + part, tl.max(found, 0))
 
 
 @jit
