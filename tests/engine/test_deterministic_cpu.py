@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from forerun import ConfigError
+from forerun.config.engine_config import EngineConfig
+from forerun.executor.fixed_order import cpu_has_fixed_order
 from forerun.kernels.cpu import library
 from tests.golden_engine import golden_llm
 
@@ -42,3 +45,11 @@ def test_not_without_kernels(without_cpu_kernels: None) -> None:
     assert not says()
     with pytest.raises(ConfigError, match="CPU: there are no kernels in C"):
         says(enable_deterministic_inference=True)
+
+
+@needs_kernels
+def test_ranks_add_up_in_their_order_where_they_are_asked_to(with_cpu_kernels: None) -> None:
+    attention: Any = SimpleNamespace(choices={})
+    for ranks, asked, said in ((1, None, True), (2, None, False), (2, True, True)):
+        config = EngineConfig("x", tp_size=ranks, enable_deterministic_inference=asked)
+        assert cpu_has_fixed_order(config, attention) is said

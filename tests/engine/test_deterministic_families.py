@@ -200,13 +200,15 @@ def test_bits_of_a_family(name: str, tmp_path: Path) -> None:
     hold(write(tmp_path, name))
 
 
-def hold(model_path: str, *ways: str, **settings: Any) -> None:
+def hold(
+    model_path: str, *ways: str, device: str = "cuda", tokens: int = 160, **settings: Any
+) -> None:
     """In the ways whose name contains one of `ways`, or in all."""
     report = hold_bits(
-        Sizes(requests=12, tokens=160, ways=list(ways)),
+        Sizes(requests=12, tokens=tokens, ways=list(ways)),
         model_path=model_path,
         load_format="dummy_normal",
-        device="cuda",
+        device=device,
         dtype="bfloat16",
         enable_deterministic_inference=True,
         **settings,
@@ -250,6 +252,19 @@ def test_bits_of_two_ranks(name: str, custom: bool, tmp_path: Path) -> None:
     """Sums through peer memory or NCCL. A few ways: each starts two processes."""
     ways = "chunks of 7", "scoring", "num_draft_tokens 8"
     hold(write(tmp_path, name), *ways, tp_size=2, disable_custom_all_reduce=not custom)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [("qwen3", 4), ("qwen3-moe", 2), ("deepseek-v2", 2), ("qwen3-next", 2), ("olmo2", 2)],
+)
+def test_bits_of_ranks_on_a_cpu(
+    name: str, ranks: int, tmp_path: Path, with_cpu_kernels: None
+) -> None:
+    """Four ranks add up in another order for more tokens, unless asked for theirs."""
+    ways = "scoring", "NGRAM, num_draft_tokens 8"
+    hold(write(tmp_path, name), *ways, device="cpu", tokens=48, tp_size=ranks)
 
 
 def test_trees_over_recurrent_layers_are_refused(tmp_path: Path) -> None:
