@@ -55,11 +55,12 @@ def step(case: Paged, mask: MaskSpec) -> Tensor:
     return fixed_order_attention(case.q, case.kv, q_len, own, case.scale, KV_LEN_UB, paths)
 
 
-def chunks(case: Paged, mask: MaskSpec) -> Tensor:
+def chunks(case: Paged, mask: MaskSpec, tokens: int = 0) -> Tensor:
+    """`tokens`: of an entry of the tile map; 0: as plans have them."""
     device, dim = case.q.device, case.q.shape[2]
     tile = prefill_tile_config(gpu_of(device), dim, case.q.dtype)
     group = case.q.shape[1] // case.k_pool.shape[2]
-    tile_map = build_tile_map(case.spans, tile.block_m // group, lambda t: t.to(device))
+    tile_map = build_tile_map(case.spans, tokens or tile.block_m // group, lambda t: t.to(device))
     return fixed_order_prefill(case.q, case.kv, tile_map, mask, case.scale)
 
 
@@ -96,6 +97,15 @@ def test_chunks_against_the_definition(mask: MaskSpec, device: torch.device) -> 
         case = make_paged([(0, 70), (250, 21), (600, 1)], 6, 2, 64, 16, dtype, device=device)
         for each in (mask, with_sinks(case, mask)):
             assert relative_error(chunks(case, each), case.reference(each)) < BOUND[dtype]
+
+
+def test_an_entry_of_several_tiles(device: torch.device) -> None:
+    """Tiles of the Triton kernel end with their entry, or with the chunk."""
+    case = make_paged([(0, 70), (250, 21), (600, 1)], 6, 2, 64, 16, device=device)
+    mask = with_sinks(case, MaskSpec(CAUSAL))
+    expected = chunks(case, mask)
+    for tokens in (7, 23, 64):
+        assert torch.equal(chunks(case, mask, tokens), expected)
 
 
 @pytest.mark.parametrize(

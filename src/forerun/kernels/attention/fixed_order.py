@@ -281,6 +281,7 @@ def fixed_order_prefill(
         return prefill_sm90.launch(q, kv, tile_map, mask, scale, fixed_order=True)
     tile = fixed_order_tile(gpu, dim, q.dtype)
     tokens = tile.block_m // group
+    assert tokens > 0, "a tile has no room for its heads"
     parts = triton.cdiv(tile_map.tokens_per_tile, tokens)
     out = torch.empty((total, heads, dim), dtype=q.dtype, device=q.device)
     _chunk_kernel[(kv.num_kv_heads * parts, tile_map.entries.shape[0])](
