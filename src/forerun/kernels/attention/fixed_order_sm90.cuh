@@ -63,9 +63,9 @@ struct Softmax {
 
   __device__ float4 maxima_sums() const { return make_float4(max[0], max[1], sum[0], sum[1]); }
 
-  // What a row's weighted values are divided by, and a quotient.
-  __device__ float divisor(int half) const { return sum[half] == 0.f ? 1.f : sum[half]; }
-  __device__ static float quotient(float x, float divisor) { return divide(x, divisor); }
+  // What a row's weighted values are divided by.
+  __device__ float normalizer(int half) const { return sum[half] == 0.f ? 1.f : sum[half]; }
+  __device__ static float normalized(float x, float sum) { return divide(x, sum); }
 };
 
 template <int COUNT>

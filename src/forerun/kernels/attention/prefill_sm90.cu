@@ -7,7 +7,7 @@
 //   BLOCK_M              rows of a tile (tokens times query heads), 64 per consumer warpgroup
 //   BLOCK_N              positions of a K/V block
 //   KV_STAGES            stages of the SMEM pipelines of K and of V; Q has one
-//   FIXED_ORDER          1: the bits of `fixed_order.py`, over blocks of 64 positions
+//   FIXED_ORDER          1: with the bits of `fixed_order.py`
 //   CONVERT, ELEMENTS    cvt to the element type, and wgmma's operand types, as asm text
 // and the operands of wgmma as asm text: S = Q Kᵀ (N = BLOCK_N) and O += P V (N = HEAD_DIM):
 //   S_SHAPE, S_REGISTERS, S_A, S_B, S_OUTPUTS, S_ACCUMULATORS
@@ -119,7 +119,7 @@ struct alignas(16) Tile {
   int begin_block, end_block;  // K/V blocks, at multiples of BLOCK_N; at least one
   int low, high;               // K/V outside [low, high) may be another request's, or NaN
   int request;
-  // The i-th block: from the last to the first, so that the masked ones of the diagonal come first.
+  // The i-th to be computed: the masked ones of the diagonal come first, but in a fixed order last.
   __device__ int block(int i) const { return FIXED_ORDER ? begin_block + i : end_block - 1 - i; }
   __device__ int blocks() const { return end_block - begin_block; }
 };
@@ -355,12 +355,12 @@ struct Softmax {
     }
   }
 
-  // A quotient of weighted values and the sum of weights, from its inverse.
-  __device__ float divisor(int half) const {
+  // What makes outputs of a row's weighted values: the inverse of the sum of its weights.
+  __device__ float normalizer(int half) const {
     float all = sum[half] + __shfl_xor_sync(~0u, sum[half], 1);
     return 1.f / (all + __shfl_xor_sync(~0u, all, 2));
   }
-  __device__ static float quotient(float x, float inverse) { return x * inverse; }
+  __device__ static float normalized(float x, float inverse) { return x * inverse; }
 };
 
 template <int COUNT>
@@ -414,14 +414,14 @@ __device__ void transpose_quad(u32 (&x)[4]) {
 __device__ void store_row(const float (&o)[HEAD_DIM / 2], int half, const Softmax& softmax, u32* out,
                           u64 out_row, bool inside) {
   int lane = threadIdx.x % 32;
-  float divisor = softmax.divisor(half);
+  float normalizer = softmax.normalizer(half);
 #pragma unroll
   for (int j = 0; j < HEAD_DIM / 8; j += 4) {  // 32 columns: 8 consecutive ones for each lane
     u32 x[4];
 #pragma unroll
     for (int i = 0; i < 4; i++)
-      x[i] = pack(Softmax::quotient(o[4 * (j + i) + 2 * half], divisor),
-                  Softmax::quotient(o[4 * (j + i) + 2 * half + 1], divisor));
+      x[i] = pack(Softmax::normalized(o[4 * (j + i) + 2 * half], normalizer),
+                  Softmax::normalized(o[4 * (j + i) + 2 * half + 1], normalizer));
     transpose_quad(x);
     if (inside)
       *(uint4*)(out + (out_row * HEAD_DIM + 8 * (j + lane % 4)) / 2) =
