@@ -184,6 +184,12 @@ def test_an_aborted_request_is_an_error(
         assert result.out
 
 
+@pytest.mark.parametrize("command", [("demo",), ("eval", "python"), ("bench", "vs-transformers")])
+def test_measurements_of_no_tokens_are_refused(forerun, command: tuple[str, ...]) -> None:
+    result = forerun(*command, "--max-new-tokens", "0")
+    assert (result.code, result.error) == (2, "--max-new-tokens must be >= 1, got 0.")
+
+
 @pytest.mark.covering(0)
 @needs_pair
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def test_tools_reach_the_template() -> None:
         ([{"role": "user", "content": ["x"]}], "{'type': 'text', 'text': ...}, got 'x'"),
         ([{"role": "user", "content": [{"type": "text"}]}], "needs 'text', a string"),
         ([{"role": "user", "content": [{"type": "text", "text": 5}]}], "needs 'text', a string"),
-        ([{"role": "user", "content": None}], "does not take these messages"),
+        ([{"role": "user", "content": None}], "content of a 'user' message must be text"),
         ([{"role": "user", "content": "a\ud800"}], r"lone surrogate, '\ud800'"),
         ([{"role": "user", "content": [{"type": LONG}]}], "is not supported"),
         ([{"role": LONG}], "needs 'role'"),

@@ -57,8 +57,8 @@ def write_gguf(
         writer.add_uint32(f"{arch}.{key}", value)
     writer.add_float32(f"{arch}.attention.layer_norm_rms_epsilon", config.rms_norm_eps)
     for key, value in (extra or {}).items():
-        add = writer.add_float32 if isinstance(value, float) else writer.add_string
-        add(f"{arch}.{key}", value)
+        add = {float: writer.add_float32, int: writer.add_uint32, str: writer.add_string}
+        add[type(value)](f"{arch}.{key}", value)
     state = {}
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:

@@ -313,3 +313,35 @@ def test_what_is_refused_says_why(tmp_path: Path) -> None:
     refuses(path.read_bytes(), f"rwkv7.*Known: {', '.join(FAMILIES)}")
     with pytest.raises(ConfigError, match="not a regular file"):
         read_gguf(tmp_path)
+
+
+def test_tensors_have_places_of_their_own(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    write_gguf(path, family("llama", **SIZES), "Q8_0")
+    good, tensors = path.read_bytes(), read_gguf(path).tensors
+    name = "blk.0.ffn_down.weight"
+    begin = min(tensor.offset for tensor in tensors.values())
+    entry = good.index(name.encode()) + len(name) + 4 + 2 * 8 + 4  # dimensions, sizes, kind
+    assert struct.unpack_from("<Q", good, entry)[0] == tensors[name].offset - begin
+    for offset, message in ((1, "begins at 1, between units of 32"), (0, "and .* overlap")):
+        path.write_bytes(good[:entry] + struct.pack("<Q", offset) + good[entry + 8 :])
+        with pytest.raises(ConfigError, match=message):
+            read_gguf(path)
+
+
+def test_metadata_out_of_range_are_refused_by_the_files_name(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    write_gguf(path, family("llama", **SIZES), "Q8_0", {"rope.freq_base": float("nan")})
+    with pytest.raises(ConfigError, match=r"m.gguf \(metadata\): rope_theta"):
+        gguf_folder(path)
+
+
+def test_heads_that_rotate_in_part_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    model = family("llama", **SIZES)
+    whole = model.config.hidden_size // model.config.num_attention_heads
+    write_gguf(path, model, "Q8_0", {"rope.dimension_count": whole})
+    assert config_of(read_gguf(path))["head_dim"] == whole
+    write_gguf(path, model, "Q8_0", {"rope.dimension_count": whole // 2})
+    with pytest.raises(ConfigError, match=f"rope.dimension_count is {whole // 2}, and heads have"):
+        config_of(read_gguf(path))

@@ -65,6 +65,9 @@ BODIES: list[tuple[str, Any, str]] = [
     (COMPLETIONS, {"prompt": "x", "logit_bias": {str(i): 1 for i in range(2000)}}, "at most 1024"),
     (COMPLETIONS, {"prompt": "x", "frequency_penalty": 3}, "frequency_penalty must be in [-2, 2]"),
     (COMPLETIONS, {"prompt": "x", "suffix": "y"}, "suffix is not supported"),
+    (COMPLETIONS, {"prompt": "x", "max_tokens": -1}, "max_tokens must be >= 0"),
+    (COMPLETIONS, {"prompt": "x", "seed": 10**23}, "seed must fit in 64 bits"),
+    (COMPLETIONS, {"prompt": "x", "min_tokens": -1}, "min_tokens must be in [0, max_tokens]"),
     (COMPLETIONS, {"prompt": "x", "stream_options": {"include_usag": True}}, "include_usage"),
     (COMPLETIONS, {"prompt": "a b " * 40_000}, "over the context length"),
     (COMPLETIONS, {"prompt": "x" * 5_000_000}, "at least"),
@@ -74,6 +77,7 @@ BODIES: list[tuple[str, Any, str]] = [
     (CHAT, {"messages": [{"role": 1, "content": "x"}]}, "'role' and 'content'"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "reads text only"),
     (CHAT, {"messages": [{"role": "user", "content": 7}]}, "must be text"),
+    (CHAT, {"messages": [{"role": "user", "content": None}]}, "'user' message must be text"),
     (CHAT, {"prompt": "x"}, "Unknown parameter 'prompt'"),
     (
         CHAT,

@@ -102,7 +102,7 @@ def test_information(server: LiveServer) -> None:
         assert info["version"] == __version__
         assert info["max_total_num_tokens"] == 24576
         assert "api_key" not in info
-        assert info["explain"]["tools"] == "hermes (as set)"
+        assert info["explain"]["tools"].startswith("hermes (as set, but the chat template")
         assert info["explain"]["grammars"] in server.output  # as every other choice
     for path in ("/model_info", "/get_model_info"):
         assert server.get(path)["is_generation"] is True
@@ -145,6 +145,31 @@ def test_abort_request_answers_with_what_there_is(server: LiveServer) -> None:
     for answer in answers[0]:
         assert answer["meta_info"]["finish_reason"]["type"] == "abort"
         assert len(answer["output_ids"]) == answer["meta_info"]["completion_tokens"] < 3500
+    server.wait_idle()
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": PROMPT, "n": 2}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": PROMPT}]}),
+    ],
+)
+def test_abort_request_takes_the_id_of_an_answer(
+    server: LiveServer, path: str, body: dict[str, Any]
+) -> None:
+    body |= {"max_tokens": 3500, "ignore_eos": True, "temperature": 1, "stream": True}
+    ident, reasons = None, []
+    with server.http.stream("POST", path, json=body) as response:
+        for line in response.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            event = json.loads(line.removeprefix("data: "))
+            reasons += [c["finish_reason"] for c in event["choices"] if c["finish_reason"]]
+            if ident is None:
+                ident = event["id"]
+                assert server.http.post("/abort_request", json={"rid": ident}).is_success
+    assert reasons == ["abort"] * body.get("n", 1)
     server.wait_idle()
 
 

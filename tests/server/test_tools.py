@@ -386,6 +386,12 @@ def test_formats_are_chosen_by_the_template(made: Any, tools: str, reasoning: st
     assert explain["reasoning"].startswith(reasoning)
 
 
+def test_a_template_that_leaves_tools_out_is_named() -> None:
+    said = dict(choose_format("hermes", "auto", PLAIN).explain)["tools"]
+    assert said == "hermes (as set, but the chat template leaves tools out of prompts)"
+    assert dict(choose_format("hermes", "auto", QWEN3).explain)["tools"] == "hermes (as set)"
+
+
 def test_a_template_of_its_own_for_tools() -> None:
     made = tokenizer(templates.QWEN3, THINK_TOKENS)
     made.chat_template = {"default": templates.PLAIN, "tool_use": templates.QWEN3}

@@ -132,7 +132,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (["--num-prompts", "0"], "--num-prompts must be at least 1, got 0."),
+        (["--num-prompts", "0"], "--num-prompts must be >= 1, got 0."),
         (["--temperatures", "hot"], "--temperatures must be numbers, '0,1', got 'hot'."),
         (["--temperatures", "-1"], "temperature"),
         (["--target", "t"], "give --draft FOLDER, or --speculative-algorithm"),

@@ -251,7 +251,7 @@ def test_a_killed_command_goes_on_to_the_same_answers(tmp_path: Path) -> None:
 def test_the_command_refuses_in_one_line(tmp_path: Path) -> None:
     data = prompts(tmp_path / "p.jsonl", [user("a")])
     for flags, message in (
-        (["--in-flight", "0"], "--in-flight must be at least 1, got 0."),
+        (["--in-flight", "0"], "--in-flight must be >= 1, got 0."),
         (["--temperature", "-1"], "temperature"),
     ):
         done = subprocess.run(

@@ -18,7 +18,7 @@ from forerun import LLM, SamplingParams
 from forerun.cli.blocks import Decode
 from forerun.cli.demo_view import Show
 from forerun.cli.output import dim, fail_if_aborted, print_json
-from forerun.cli.settings import bundled_algorithm
+from forerun.cli.settings import bundled_algorithm, check_counts
 from forerun.core.errors import ConfigError
 from forerun.evals.compare import Comparison, compare
 from forerun.evals.environment import environment
@@ -85,8 +85,7 @@ def demo(
     repetitions: Annotated[int, typer.Option(help="Timed runs of each prompt, both ways")] = 3,
 ) -> None:
     """Watch a model generate, plain and with its draft: the same text, only faster."""
-    if repetitions < 1:
-        raise ConfigError(f"--repetitions must be >= 1, got {repetitions}.")
+    check_counts(repetitions=repetitions, max_new_tokens=max_new_tokens)
     name = algorithm.upper() if algorithm else None
     choose = real_models if real else bundled_models
     models = choose(model_path, speculative_draft_model_path, name)

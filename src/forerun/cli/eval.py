@@ -14,8 +14,7 @@ from forerun import LLM, RequestOutput, SamplingParams
 from forerun.cli.demo_view import positions
 from forerun.cli.flags import Values, engine_flags, with_flags
 from forerun.cli.output import AsJson, fail_if_aborted, print_json, progress_bar
-from forerun.cli.settings import with_speculation, without_speculation
-from forerun.core.errors import ConfigError
+from forerun.cli.settings import check_counts, with_speculation, without_speculation
 from forerun.evals.environment import environment, made_with
 from forerun.evals.prompts import (
     PYTHON,
@@ -87,8 +86,7 @@ def _run(
     as_json: bool,
     engine: Values,
 ) -> None:
-    if count < 1:
-        raise ConfigError(f"--num-examples must be >= 1, got {count}.")
+    check_counts(num_examples=count, max_new_tokens=max_new_tokens)
     # Accept length is that of the full width in every step.
     settings = {**with_speculation(engine), "speculative_adaptive": False}
     params = SamplingParams(temperature=0.0, max_new_tokens=max_new_tokens)

@@ -208,12 +208,15 @@ def _marked(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _message(message: Any) -> dict[str, Any]:
-    """The message with text as its content; None is allowed with tool calls."""
+    """The message with text as its content; None is allowed of an assistant."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise RequestError(f"A message needs 'role' and 'content', got {shown(message)}.")
     if "content" not in message and "tool_calls" not in message:
         raise RequestError(f"A message needs 'role' and 'content', got {shown(dict(message))}.")
-    return {**message, "content": _content(message.get("content"))}
+    content = _content(message.get("content"))
+    if content is None and message["role"] != "assistant":
+        raise RequestError(f"The content of a {shown(message['role'])} message must be text.")
+    return {**message, "content": content}
 
 
 def _content(content: Any) -> str | None:

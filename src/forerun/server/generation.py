@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
+from uuid import uuid4
 
 from forerun.core.logprobs import TokenLogprobs
 from forerun.core.request import FinishReason, Request, RequestRecord
@@ -219,7 +220,13 @@ class Call:
     error: ApiError | None = None
     trace_context: dict[str, str] = field(default_factory=dict)  # of the HTTP request's span
     key: str | None = None  # name of the API key that it belongs to
+    answer_id: str | None = None  # by which the client knows it, besides its generations' groups
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def new_answer_id(self, prefix: str) -> str:
+        """The id of its answer, which `/abort_request` takes."""
+        self.answer_id = f"{prefix}{uuid4().hex}"
+        return self.answer_id
 
     @property
     def finished(self) -> bool:

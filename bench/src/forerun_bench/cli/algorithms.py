@@ -14,14 +14,13 @@ from forerun import LLM
 from forerun.cli.demo import SMALL
 from forerun.cli.flags import Values, engine_flags, with_flags
 from forerun.cli.output import AsJson, print_json, progress_bar
-from forerun.cli.settings import without_speculation
+from forerun.cli.settings import check_counts, without_speculation
 from forerun.cli.tables import wide_console
 from forerun.core.errors import ConfigError
 from forerun.evals.environment import environment, made_with
 from forerun.evals.prompts import chat_encoder, encoder, python_prompts, word_prompts
 from forerun.speculative.registry import algorithm_names, get_algorithm
 from forerun_bench.algorithms import Row, compare_algorithms
-from forerun_bench.cli.inputs import check_repetitions
 
 PLAIN = "NONE"
 
@@ -37,9 +36,7 @@ def algorithms_command(
     engine: Values,
 ) -> None:
     """Accept length, step time and speed-up of every algorithm, one request at a time."""
-    check_repetitions(repetitions)
-    if num_examples < 1:
-        raise ConfigError(f"--num-examples must be >= 1, got {num_examples}.")
+    check_counts(repetitions=repetitions, num_examples=num_examples, max_new_tokens=max_new_tokens)
     if "speculative_algorithm" in engine:
         raise ConfigError("Name algorithms with --algorithms, one or more.")
     names = chosen(algorithms)

@@ -9,7 +9,7 @@ import typer
 
 from forerun import LLM
 from forerun.cli.flags import Values
-from forerun.cli.settings import bundled_algorithm
+from forerun.cli.settings import bundled_algorithm, check_counts
 from forerun.core.errors import ConfigError
 from forerun.evals.prompts import encoder, held_out, windows
 from forerun.llm.bundled import preset as bundled_preset
@@ -40,24 +40,13 @@ def check(
         ConfigError: they cannot be measured.
     """
     for shape in shapes:
-        for name, value in vars(shape).items():
-            if value < 1:
-                raise ConfigError(f"--{name.replace('_', '-')} must be >= 1, got {value}.")
+        check_counts(**vars(shape))
     if any(shape.output_len < 2 for shape in shapes):
         raise ConfigError("--output-len must be >= 2: the first token comes from the prefill.")
-    check_repetitions(repetitions)
+    check_counts(repetitions=repetitions)
     load_format = engine.get("load_format")
     if load_format in DUMMY_FORMATS and not random_input:
         raise ConfigError(f"--load-format {load_format} has random weights; add --random-input.")
-
-
-def check_repetitions(repetitions: int) -> None:
-    """
-    Raises:
-        ConfigError: it is below 1.
-    """
-    if repetitions < 1:
-        raise ConfigError(f"--repetitions must be >= 1, got {repetitions}.")
 
 
 def with_preset(name: str, engine: Values) -> dict[str, Any]:

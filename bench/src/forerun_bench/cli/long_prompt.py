@@ -12,12 +12,12 @@ from rich.table import Table
 from forerun import LLM
 from forerun.cli.flags import Values, engine_flags, with_flags
 from forerun.cli.output import AsJson
-from forerun.cli.settings import with_speculation
+from forerun.cli.settings import check_counts, with_speculation
 from forerun.cli.tables import milliseconds, print_results
 from forerun.core.errors import ConfigError
 from forerun.evals.environment import environment
 from forerun.evals.timing import interleaved
-from forerun_bench.cli.inputs import Preset, check_repetitions, with_preset
+from forerun_bench.cli.inputs import Preset, with_preset
 from forerun_bench.long_prompt import SHORT_LEN, LongPrompt, run_once, summary
 
 BOUNDS = [0, 400, 200, 100]
@@ -37,7 +37,7 @@ def long_prompt_command(
     engine: Values,
 ) -> None:
     """Inter-token latency of running requests while a long prompt is computed beside them."""
-    check_repetitions(repetitions)
+    check_counts(repetitions=repetitions)
     if min(running, input_len - SHORT_LEN) < 1 or min(step_ms) < 0:
         raise ConfigError(f"--running must be >= 1, --input-len > {SHORT_LEN} and --step-ms >= 0.")
     if preset is not None:

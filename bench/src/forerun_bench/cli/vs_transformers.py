@@ -13,12 +13,11 @@ from rich.table import Table
 from forerun import LLM
 from forerun.cli.demo import SMALL, demo_prompts
 from forerun.cli.output import AsJson, print_json
-from forerun.cli.settings import bundled_algorithm
+from forerun.cli.settings import bundled_algorithm, check_counts
 from forerun.core.errors import ConfigError
 from forerun.evals.environment import environment, made_with
 from forerun.evals.timing import median
 from forerun.platform.device import DTYPES, resolve_device
-from forerun_bench.cli.inputs import check_repetitions
 from forerun_bench.vs_transformers import Row, compare_engines, reference
 
 
@@ -34,7 +33,7 @@ def vs_transformers_command(
     as_json: AsJson = False,
 ) -> None:
     """The demo's prompts: transformers, its prompt lookup, plain decoding and speculation."""
-    check_repetitions(repetitions)
+    check_counts(repetitions=repetitions, max_new_tokens=max_new_tokens)
     if dtype not in ("float32", "bfloat16"):
         raise ConfigError(f"--dtype must be float32 or bfloat16, got {dtype!r}.")
     name = (algorithm or bundled_algorithm()).upper()

@@ -100,6 +100,12 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     for name in ("bos", "eos"):
         token = file.metadata.get(f"tokenizer.ggml.{name}_token_id")
         config |= {} if token is None else {f"{name}_token_id": token}
+    rotated = keys.number("rope.dimension_count", config["head_dim"])
+    if rotated != config["head_dim"]:
+        raise ConfigError(
+            f"{file.path}: rope.dimension_count is {rotated}, and heads have {config['head_dim']}"
+            " dimensions; what rotates a part of them is not supported as GGUF."
+        )
     scaling = _rope_scaling(file, keys, config["max_position_embeddings"])
     config |= {} if scaling is None else {"rope_scaling": scaling}
     return config | (_gemma(file, keys, config) if family.gemma else {})

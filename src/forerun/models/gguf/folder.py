@@ -10,6 +10,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from forerun.config.model_config import parse_model_config
 from forerun.core.errors import ConfigError, first_line
 from forerun.core.version import __version__
 from forerun.models.gguf import GGUF
@@ -41,6 +42,7 @@ def gguf_folder(file: Path) -> Path:
         if (folder / TOKENIZER).exists():
             return folder
         config, tokenizer = config_of(gguf), _tokenizer(gguf)
+        parse_model_config(config, where=f"{file} (metadata)")  # refuses what is out of range
         if folder.is_dir():
             return folder
         parent.mkdir(parents=True, exist_ok=True)

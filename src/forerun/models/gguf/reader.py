@@ -13,6 +13,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -206,11 +207,19 @@ def _placed(
         length = rows * _row_bytes(tensor.kind, tensor.shape)
         if rows < 1 or length < 1 or data + tensor.offset + length > size:
             raise _broken(path, f"{tensor.name} {list(tensor.shape)} does not lie in it")
+        if tensor.offset % alignment:
+            raise _broken(
+                path, f"{tensor.name} begins at {tensor.offset}, between units of {alignment}"
+            )
         if tensor.name in out:
             raise _broken(path, f"{tensor.name} is there twice")
         out[tensor.name] = GgufTensor(
             tensor.name, tensor.kind, tensor.shape, data + tensor.offset, length
         )
+    in_order = sorted(out.values(), key=lambda tensor: tensor.offset)
+    for before, after in pairwise(in_order):
+        if after.offset < before.offset + before.bytes:
+            raise _broken(path, f"{before.name} and {after.name} overlap")
     return out
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Iterable
 from functools import partial
 from typing import Any
-from uuid import uuid4
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -56,7 +55,7 @@ class _Message:
         self._max_tokens = body.max_tokens
         self._blocks = ContentBlocks()
         self._head = {
-            "id": f"msg_{uuid4().hex}",
+            "id": conversation.call.new_answer_id("msg_"),
             "type": "message",
             "role": "assistant",
             "model": body.model,

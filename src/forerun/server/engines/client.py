@@ -211,7 +211,7 @@ class EngineClient:
             call.notify(ended=True)
 
     def abort_group(self, group: str, belongs: Callable[[Call], bool]) -> None:
-        """`abort` of all samples of a prompt, by the id that the client gave.
+        """`abort` of all samples of a prompt, by the id that the client gave or got.
 
         Args:
             belongs: whether the client may end a call.
@@ -219,7 +219,7 @@ class EngineClient:
         rids = [
             rid
             for rid, (generation, call) in self._running.items()
-            if generation.group == group and belongs(call)
+            if group in (generation.group, call.answer_id) and belongs(call)
         ]
         self.abort(rids, "abort_request")
 

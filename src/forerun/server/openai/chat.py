@@ -6,7 +6,6 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 from typing import Any
-from uuid import uuid4
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -49,7 +48,7 @@ class _Chat(Choices):
         self._body, self._conversation = body, conversation
         self._messages = {g: ChatMessage() for g in conversation.call.generations}
         self._head = {
-            "id": f"chatcmpl-{uuid4().hex}",
+            "id": conversation.call.new_answer_id("chatcmpl-"),
             "created": int(time.time()),
             "model": body.model or service.model_name,
         }

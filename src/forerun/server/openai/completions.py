@@ -6,7 +6,6 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
-from uuid import uuid4
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -56,7 +55,7 @@ class _Completion(Choices):
         super().__init__(body)
         self._service, self._body, self.call = service, body, call
         self._head = {
-            "id": f"cmpl-{uuid4().hex}",
+            "id": call.new_answer_id("cmpl-"),
             "object": "text_completion",
             "created": int(time.time()),
             "model": body.model or service.model_name,

@@ -119,6 +119,8 @@ def choose_format(tool_parser: str, reasoning_parser: str, tokenizer: Any) -> Ou
     asked = _rendered(tokenizer, [_QUESTION])
     style, written = _probe(tokenizer) if asked else (CallStyle(), "")
     tools, why_tools = _named(tool_parser) or _tools_of(written)
+    if tools is not None and asked == _rendered(tokenizer, [_QUESTION], {"tools": _TOOLS}):
+        why_tools += ", but the chat template leaves tools out of prompts"
     thinks, why_thinks = _named(reasoning_parser) or _reasoning_of(asked, tokenizer.chat_template)
     parser = TOOL_PARSERS[tools].written_as(written) if tools is not None else None
     syntax = REASONING_PARSERS[thinks] if thinks is not None else None

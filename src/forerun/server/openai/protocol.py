@@ -5,6 +5,7 @@ Unknown fields are refused with the nearest known name. Null means "not given" e
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -82,6 +83,8 @@ _SAMPLING = {
     for spec in fields(SamplingParams)
     if (known := param_of(spec)).openai is not None
 }
+_OPENAIS = {ours: theirs for theirs, ours in _SAMPLING.items() if ours != theirs}
+_OPENAIS |= {"max_new_tokens": "max_tokens"}
 _CHECKED = _SAMPLING.keys() - {"min_tokens"}  # alone; this one depends on max_tokens
 _IN_JSON: Mapping[str, Any] = {  # of types that are others there
     "tuple[tuple[int, float], ...]": Annotated[dict[str, float], BeforeValidator(_few)],
@@ -127,7 +130,16 @@ def sampling_params(
         if name in known:
             raise RequestError(f"{source} and {name} are set; give one.")
         known[name] = value
-    return SamplingParams.of({**known, "max_new_tokens": max_new_tokens})
+    try:
+        return SamplingParams.of({**known, "max_new_tokens": max_new_tokens})
+    except RequestError as error:
+        raise RequestError(_in_openais_names(error)) from None
+
+
+def _in_openais_names(error: RequestError) -> str:
+    """Its message, with the names of parameters that the client has used."""
+    ours = "|".join(_OPENAIS)
+    return re.sub(rf"\b({ours})\b", lambda found: _OPENAIS[found[0]], str(error))
 
 
 def refuse_invalid(value: Any, as_params: Callable[[Any], Mapping[str, Any]]) -> None:
@@ -139,7 +151,7 @@ def refuse_invalid(value: Any, as_params: Callable[[Any], Mapping[str, Any]]) ->
     try:
         SamplingParams.of(as_params(value))
     except RequestError as error:
-        raise invalid(str(error)) from None
+        raise invalid(_in_openais_names(error)) from None
 
 
 if TYPE_CHECKING:

@@ -6,7 +6,6 @@ import itertools
 import time
 from collections.abc import AsyncGenerator, Iterable
 from typing import Any
-from uuid import uuid4
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -76,7 +75,7 @@ class _Answer:
         self._output = OutputItems(self._logprobs)
         self._numbers = itertools.count()
         self._head = {
-            "id": f"resp_{uuid4().hex}",
+            "id": conversation.call.new_answer_id("resp_"),
             "object": "response",
             "created_at": int(time.time()),
             "model": body.model or service.model_name,

@@ -72,8 +72,8 @@ def tool_use(
     if form.tools is None:
         why = dict(form.explain).get("tools", "none")
         raise RequestError(
-            f"This server cannot read tool calls: the parser is {why}. Start it with"
-            " --tool-call-parser, or leave tools out."
+            f"This server cannot read tool calls: the parser is {why}. Leave tools out, or start"
+            " the server with --tool-call-parser and a tokenizer whose chat template has tools."
         )
     definitions = tuple(_definition(function) for function in functions)
     _check_size(definitions)

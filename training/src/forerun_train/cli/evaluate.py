@@ -14,7 +14,7 @@ from rich.text import Text
 from forerun.cli.demo import SMALL
 from forerun.cli.flags import Values, engine_flags, with_flags
 from forerun.cli.output import AsJson, fail_if_aborted, print_json, progress_bar
-from forerun.cli.settings import with_speculation, without_speculation
+from forerun.cli.settings import check_counts, with_speculation, without_speculation
 from forerun.core.errors import ConfigError
 from forerun.evals.environment import environment, made_with
 from forerun.evals.prompts import need
@@ -60,13 +60,7 @@ def evaluate_command(
     engine: Values,
 ) -> None:
     """Accept length of a draft by position and dataset, and how much faster it serves."""
-    for name, value in (
-        ("--num-prompts", num_prompts),
-        ("--repetitions", repetitions),
-        ("--max-new-tokens", max_new_tokens),
-    ):
-        if value < 1:
-            raise ConfigError(f"{name} must be at least 1, got {value}.")
+    check_counts(num_prompts=num_prompts, repetitions=repetitions, max_new_tokens=max_new_tokens)
     sampling = Sampling(_numbers(temperatures), max_new_tokens, seed, repetitions)
     for temperature in sampling.temperatures:
         sampling.params(temperature)  # refuses what is out of range before anything is loaded

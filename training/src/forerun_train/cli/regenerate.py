@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from forerun.cli.flags import Values, engine_flags, sampling_flags, with_flags
 from forerun.cli.output import dim
-from forerun.core.errors import ConfigError
+from forerun.cli.settings import check_counts
 from forerun.core.sampling_params import SamplingParams
 from forerun_train.regenerate import (
     Answers,
@@ -45,9 +45,7 @@ def regenerate_command(
     sampling: Values,
 ) -> None:
     """The target answers prompts. Killed, it goes on where it was with the same command."""
-    for name, value in (("--in-flight", in_flight), ("--limit", limit)):
-        if value is not None and value < 1:
-            raise ConfigError(f"{name} must be at least 1, got {value}.")
+    check_counts(in_flight=in_flight, limit=1 if limit is None else limit)
     params = SamplingParams.of({"max_new_tokens": ANSWER_TOKENS, **sampling})
     prompts, skipped = read_prompts(data, max_errors)
     prompts = prompts[:limit]
