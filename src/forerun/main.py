@@ -31,11 +31,16 @@ ClickException: Any = typer.BadParameter.__mro__[2]
 
 NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
-# Names of vLLM, and short ones of SGLang, that are unlike ours.
+# Names of vLLM and llama.cpp, and short ones of SGLang, that are unlike ours.
 OTHER_NAMES = {
+    "-c": "--context-length",
+    "-m": "--model-path",
+    "-n": "--max-new-tokens",
     "--block-size": "--page-size",
+    "--ctx-size": "--context-length",
     "--data-parallel-size": "--dp-size",
     "--dp": "--dp-size",
+    "--draft-max": "--speculative-num-draft-tokens",
     "--enable-expert-parallel": "--ep-size",
     "--enforce-eager": "--disable-cuda-graph",
     "--ep": "--ep-size",
@@ -44,6 +49,9 @@ OTHER_NAMES = {
     "--max-model-len": "--context-length",
     "--max-num-batched-tokens": "--chunked-prefill-size",
     "--max-num-seqs": "--max-running-requests",
+    "--model-draft": "--speculative-draft-model-path",
+    "--n-predict": "--max-new-tokens",
+    "--parallel": "--max-running-requests",
     "--tensor-parallel-size": "--tp-size",
     "--tp": "--tp-size",
 }

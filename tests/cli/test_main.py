@@ -106,15 +106,16 @@ def test_an_unknown_flag_names_the_nearest(forerun, given: str, nearest: str) ->
 @pytest.mark.parametrize(
     ("given", "ours"),
     [("--tensor-parallel-size", "--tp-size"), ("--tp", "--tp-size"), ("--dp", "--dp-size"),
-     *(("--enable-expert-parallel", "--ep-size"), ("--max-model-len", "--context-length"))],
+     *(("--enable-expert-parallel", "--ep-size"), ("--max-model-len", "--context-length")),
+     *(("--ctx-size", "--context-length"), ("-c", "--context-length"), ("-m", "--model-path"))],
 )  # fmt: skip
 def test_a_flag_of_another_engine(forerun, given: str, ours: str) -> None:
     assert forerun("serve", given, "2").error == f"No such option: {given}. Did you mean {ours}?"
 
 
 def test_other_names_are_of_flags_that_the_command_has(forerun) -> None:
-    serve = forerun("serve", "--help").out
-    assert not [ours for ours in main.OTHER_NAMES.values() if ours not in serve]
+    known = forerun("serve", "--help").out + forerun("generate", "--help").out
+    assert not [ours for ours in main.OTHER_NAMES.values() if ours not in known]
     assert "tp-size" not in forerun("bench", "serving", "--tp", "2").error
 
 

@@ -133,8 +133,8 @@ def check_determinism(
     progress("plain decoding, one request at a time")
     check = Check(reference_settings(settings), sizes)
     found = []
-    for way in chosen:
-        progress(way.name)
+    for number, way in enumerate(chosen, start=1):
+        progress(f"{number} of {len(chosen)}: {way.name}")
         each = check.run(way)
         if not each.equal:
             progress(f"{way.name}: where")
@@ -211,7 +211,13 @@ def run_check(settings: Mapping[str, Any], sizes: Sizes, json: bool) -> None:
     """
     console = Console(stderr=True, highlight=False)
     with console.status("") as status:
-        report = check_determinism(settings, sizes, lambda name: status.update(escape(name)))
+
+        def progress(name: str) -> None:
+            status.update(escape(name))
+            if not console.is_terminal:
+                console.print(escape(name))
+
+        report = check_determinism(settings, sizes, progress)
     if json:
         print_json(report)
     else:
