@@ -336,6 +336,13 @@ def test_metadata_out_of_range_are_refused_by_the_files_name(tmp_path: Path) -> 
         gguf_folder(path)
 
 
+def test_a_file_without_a_tokenizer_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    write_gguf(path, family("llama", **SIZES), "Q8_0")
+    with pytest.raises(ConfigError, match=r"m.gguf has no tokenizer that can be used. Say so\.$"):
+        load_tokenizer(gguf_folder(path), "Say so.")
+
+
 def test_heads_that_rotate_in_part_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     model = family("llama", **SIZES)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from forerun.core.errors import ConfigError, first_line
+from forerun.models.gguf import GGUF
 
 log = logging.getLogger("forerun")
 
@@ -56,6 +57,9 @@ def load_tokenizer(folder: Path, advice: str = "Download it again.") -> Any:
     Raises:
         ConfigError: no tokenizer loads.
     """
+    weights = folder / GGUF
+    if weights.exists() and not (folder / FILE).exists():
+        raise ConfigError(f"{weights.resolve()} has no tokenizer that can be used. {advice}")
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     logging.getLogger("transformers.configuration_utils").addFilter(_is_not_of_vocabulary)
