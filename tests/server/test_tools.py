@@ -386,6 +386,16 @@ def test_formats_are_chosen_by_the_template(made: Any, tools: str, reasoning: st
     assert explain["reasoning"].startswith(reasoning)
 
 
+@pytest.mark.parametrize(("choice", "content"), [("required", None), ("auto", "<tool")])
+def test_a_marker_that_is_cut_off(choice: Any, content: str | None) -> None:
+    """Where an answer consists of calls it is no text of it."""
+    calls = HERMES[HERMES.index("<tool_call>") :]
+    scripted = Scripted(QWEN3, f"{calls}<tool")
+    message = scripted.chat(messages=ASK, tools=TOOLS, tool_choice=choice).choices[0].message
+    assert [call.function.name for call in message.tool_calls] == ["weather", "now"]
+    assert message.content == content
+
+
 def test_a_template_that_leaves_tools_out_is_named() -> None:
     said = dict(choose_format("hermes", "auto", PLAIN).explain)["tools"]
     assert said == "hermes (as set, but the chat template leaves tools out of prompts)"

@@ -22,6 +22,7 @@ from forerun.server.parsers.events import (
     CallStart,
     Event,
     Reasoning,
+    Text,
 )
 from forerun.server.parsers.output import OutputParser
 from forerun.server.prompt import Prompt
@@ -188,8 +189,15 @@ class _Reader:
     def read(self, text: str, ended: bool) -> list[Event]:
         events = self._parser.feed(text)
         if ended:
-            events += self._parser.finish()
+            events += self._rest()
         return list(self._wanted(events))
+
+    def _rest(self) -> list[Event]:
+        """What was left: where an answer consists of calls, no marker that was cut off."""
+        events = self._parser.finish()
+        if self._ask.tools.required and not any(isinstance(e, CallBroken) for e in events):
+            return [event for event in events if not isinstance(event, Text)]
+        return events
 
     def _wanted(self, events: list[Event]) -> Iterator[Event]:
         for event in events:
