@@ -7,9 +7,12 @@ import logging
 from pathlib import Path
 
 import pytest
+import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer
 
 from forerun.core.errors import ConfigError
+from forerun.llm.bundled import bundled
 from forerun.models.tokenizer import PROBES, load_tokenizer
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -67,6 +70,24 @@ def test_ids_are_those_of_the_file(
     assert tokenizer.chat_template == TEMPLATE and tokenizer.model_max_length == 2048
     assert (tokenizer.eos_token_id, tokenizer.bos_token_id) == (2, 1)
     assert set(tokenizer.all_special_tokens) == set(SPECIAL)
+
+
+def test_no_class_is_looked_for_where_none_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As transformers, whose search imports much that nothing here uses."""
+    for folder in (tmp_path, bundled("target")):
+        if folder == tmp_path:
+            save(folder, tokenizer_class="PreTrainedTokenizerFast")
+        found = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(transformers, "AutoTokenizer", None)
+            tokenizer = load_tokenizer(folder)
+        assert type(tokenizer) is type(found)
+        assert tokenizer.init_kwargs.keys() <= found.init_kwargs.keys() | {"local_files_only"}
+        for name in ("special_tokens_map", "chat_template", "model_max_length", "padding_side"):
+            assert getattr(tokenizer, name) == getattr(found, name), name
+        assert tokenizer(list(PROBES))["input_ids"] == found(list(PROBES))["input_ids"]
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"model": 5}', "null"])

@@ -13,10 +13,9 @@ from forerun.models.gguf import GGUF
 
 log = logging.getLogger("forerun")
 
-FILE = "tokenizer.json"
-JSON_FILES = (
-    FILE, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-)  # fmt: skip
+FILE, CONFIG = "tokenizer.json", "tokenizer_config.json"
+JSON_FILES = FILE, CONFIG, "special_tokens_map.json", "added_tokens.json", "vocab.json"
+PLAIN = "PreTrainedTokenizerFast", "TokenizersBackend"  # classes that do what `tokenizer.json` says
 MAX_PROBED_TOKENS = 64  # special tokens with which a tokenizer is checked
 PROBES = (
     "", " ", "Hello, world!", "It's 5 o'clock; don't they'll I'VE.", "  two  spaces   and more    ",
@@ -60,9 +59,13 @@ def load_tokenizer(folder: Path, advice: str = "Download it again.") -> Any:
     weights = folder / GGUF
     if weights.exists() and not (folder / FILE).exists():
         raise ConfigError(f"{weights.resolve()} has no tokenizer that can be used. {advice}")
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     logging.getLogger("transformers.configuration_utils").addFilter(_is_not_of_vocabulary)
+    if (folder / FILE).is_file() and _names_no_class(folder):
+        return _load(PreTrainedTokenizerFast, folder, advice)
+    from transformers import AutoTokenizer
+
     tokenizer = _load(AutoTokenizer, folder, advice)
     if type(tokenizer) is PreTrainedTokenizerFast or not (folder / FILE).is_file():
         return tokenizer
@@ -77,6 +80,18 @@ def load_tokenizer(folder: Path, advice: str = "Download it again.") -> Any:
         differs,
     )
     return plain
+
+
+def _names_no_class(folder: Path) -> bool:
+    """Whether transformers has no class to look for, for which it imports much else.
+
+    That takes 2 s and 100 MB.
+    """
+    try:
+        config = json.loads((folder / CONFIG).read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and config.get("tokenizer_class") in PLAIN
 
 
 def _is_not_of_vocabulary(record: logging.LogRecord) -> bool:
