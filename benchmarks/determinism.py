@@ -30,6 +30,7 @@ from forerun.doctor.determinism import Check, Sizes, Way, reference_settings
 from forerun.llm.bundled import preset
 
 FP8_BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+FP8 = {"quantization": "fp8"}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
 
 
@@ -43,7 +44,6 @@ class Case:
     settings: dict[str, Any] = field(default_factory=dict)
 
 
-FP8 = {"quantization": "fp8"}
 CASES = {
     "qwen3-8b": Case("qwen3-8b"),
     "qwen3-30b-a3b": Case("qwen3-30b-a3b"),
@@ -58,6 +58,7 @@ CASES = {
     "deepseek-v2-lite fp8": Case("deepseek-v2-lite", settings=FP8),
     "qwen3.5-9b fp8": Case("qwen3.5-9b", layers=8, settings=FP8),
 }
+SUMS = ("requests", "differing_requests", "tokens", "differing_tokens", "other_texts")
 
 
 def main() -> None:
@@ -95,11 +96,10 @@ def run_all(args: argparse.Namespace) -> None:
     lines = [json.loads(line) for line in Path(args.output).read_text("utf-8").splitlines()]
     sums = {key: sum(line[key] for line in lines) for key in SUMS}
     print(", ".join(f"{key.replace('_', ' ')}: {value:,}" for key, value in sums.items()))
-    if failed or sums["differing_requests"]:
-        sys.exit(f"Failed: {', '.join(failed) or 'none'}.")
-
-
-SUMS = ("requests", "differing_requests", "tokens", "differing_tokens", "other_texts")
+    if failed:
+        sys.exit(f"Not run to their end: {', '.join(failed)}.")
+    if sums["differing_requests"]:
+        sys.exit("Bits differ.")
 
 
 def run(name: str, folder: Path, sizes: Sizes, device: str) -> Iterator[dict[str, Any]]:
@@ -158,10 +158,11 @@ def ways(case: Case, folder: Path, sizes: Sizes) -> Iterator[Way]:
         "STANDALONE", speculative_draft_model_path=target, speculative_num_draft_tokens=5
     )
     yield Way("the target as its own draft", itself)
-    if preset(case.preset)[1] is not None and "3.5" not in case.preset:
-        draft = str(write_draft(case, folder / "draft"))
+    draft = preset(case.preset)[1]
+    if draft is not None:
+        path = str(write_draft(draft, case.layers, folder / "draft"))
         for name in ("DFLASH", "DDTREE"):
-            yield Way(name, drafter(name, speculative_draft_model_path=draft))
+            yield Way(name, drafter(name, speculative_draft_model_path=path))
     config = read_json(folder / "target" / "config.json")
     if config.get("num_nextn_predict_layers") or config.get("mtp_num_hidden_layers"):
         yield Way("NEXTN", drafter("NEXTN", speculative_num_draft_tokens=4))
@@ -171,14 +172,12 @@ def drafter(name: str, **settings: Any) -> dict[str, Any]:
     return {"speculative_algorithm": name, "speculative_adaptive": False, **settings}
 
 
-def write_draft(case: Case, folder: Path) -> Path:
-    """The config of the preset's block draft, for the target's first layers."""
-    draft = preset(case.preset)[1]
-    assert draft is not None
+def write_draft(draft: Path, target_layers: int, folder: Path) -> Path:
+    """The config of a block draft, for a target of so many layers."""
     config = read_json(draft / "config.json")
-    layers = config["num_hidden_layers"]
-    config["num_target_layers"] = case.layers
-    config["dflash_config"]["target_layer_ids"] = [i % case.layers for i in range(layers)]
+    read = [i % target_layers for i in range(config["num_hidden_layers"])]
+    config["num_target_layers"] = target_layers
+    config["dflash_config"]["target_layer_ids"] = read
     return write_config(config, folder)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -13,8 +11,9 @@ from forerun.config.model_config import load_model_config
 from forerun.doctor.determinism import Sizes
 from forerun.kernels.cpu import library
 from forerun.models.dflash_config import load_dflash_config
+from tests.scripts import BENCHMARKS, load_script
 
-SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "determinism.py"
+SCRIPT = BENCHMARKS / "determinism.py"
 SIZES = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 128,
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 6, "num_attention_heads": 4,
@@ -26,12 +25,7 @@ SIZES = {
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("determinism_script", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["determinism_script"] = module  # for its dataclasses
-    spec.loader.exec_module(module)
-    return module
+    return load_script(SCRIPT)
 
 
 def test_cases_keep_the_widths_of_their_presets(script: ModuleType, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -11,18 +10,14 @@ from types import ModuleType
 import pytest
 
 from forerun_bench.serving.config import LoadConfig
+from tests.scripts import BENCHMARKS, load_script
 
-SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "vs_sglang.py"
+SCRIPT = BENCHMARKS / "vs_sglang.py"
 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("vs_sglang", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["vs_sglang"] = module  # for its dataclasses
-    spec.loader.exec_module(module)
-    return module
+    return load_script(SCRIPT)
 
 
 def test_without_sglang_it_says_how_to_get_it(tmp_path: Path) -> None:

@@ -16,9 +16,10 @@ from rich.console import Console
 
 from forerun import LLM, SamplingParams
 from forerun.cli.blocks import Decode
+from forerun.cli.counts import check_counts
 from forerun.cli.demo_view import Show
 from forerun.cli.output import dim, fail_if_aborted, print_json
-from forerun.cli.settings import bundled_algorithm, check_counts
+from forerun.cli.settings import bundled_algorithm
 from forerun.core.errors import ConfigError
 from forerun.evals.compare import Comparison, compare
 from forerun.evals.environment import environment

@@ -11,10 +11,11 @@ from rich.table import Table
 from rich.text import Text
 
 from forerun import LLM, RequestOutput, SamplingParams
+from forerun.cli.counts import check_counts
 from forerun.cli.demo_view import positions
 from forerun.cli.flags import Values, engine_flags, with_flags
 from forerun.cli.output import AsJson, fail_if_aborted, print_json, progress_bar
-from forerun.cli.settings import check_counts, with_speculation, without_speculation
+from forerun.cli.settings import with_speculation, without_speculation
 from forerun.evals.environment import environment, made_with
 from forerun.evals.prompts import (
     PYTHON,

@@ -1,22 +1,11 @@
-"""Settings of commands that compare plain decoding with speculation."""
+"""Engine settings of commands that compare plain decoding with speculation."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from forerun.core.errors import ConfigError
 from forerun.speculative.registry import algorithm_names, all_options, get_algorithm
-
-
-def check_counts(**counts: int) -> None:
-    """
-    Raises:
-        ConfigError: the flag of this name is below 1.
-    """
-    for name, value in counts.items():
-        if value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} must be >= 1, got {value}.")
 
 
 def bundled_algorithm() -> str:

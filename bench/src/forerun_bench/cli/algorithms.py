@@ -11,10 +11,11 @@ from rich import box
 from rich.table import Table
 
 from forerun import LLM
+from forerun.cli.counts import check_counts
 from forerun.cli.demo import SMALL
 from forerun.cli.flags import Values, engine_flags, with_flags
 from forerun.cli.output import AsJson, print_json, progress_bar
-from forerun.cli.settings import check_counts, without_speculation
+from forerun.cli.settings import without_speculation
 from forerun.cli.tables import wide_console
 from forerun.core.errors import ConfigError
 from forerun.evals.environment import environment, made_with

@@ -8,8 +8,9 @@ from typing import Annotated, Any
 import typer
 
 from forerun import LLM
+from forerun.cli.counts import check_counts
 from forerun.cli.flags import Values
-from forerun.cli.settings import bundled_algorithm, check_counts
+from forerun.cli.settings import bundled_algorithm
 from forerun.core.errors import ConfigError
 from forerun.evals.prompts import encoder, held_out, windows
 from forerun.llm.bundled import preset as bundled_preset

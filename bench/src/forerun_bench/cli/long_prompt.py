@@ -10,9 +10,10 @@ from rich import box
 from rich.table import Table
 
 from forerun import LLM
+from forerun.cli.counts import check_counts
 from forerun.cli.flags import Values, engine_flags, with_flags
 from forerun.cli.output import AsJson
-from forerun.cli.settings import check_counts, with_speculation
+from forerun.cli.settings import with_speculation
 from forerun.cli.tables import milliseconds, print_results
 from forerun.core.errors import ConfigError
 from forerun.evals.environment import environment

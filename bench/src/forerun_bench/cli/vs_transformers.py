@@ -11,9 +11,10 @@ from rich.console import Console
 from rich.table import Table
 
 from forerun import LLM
+from forerun.cli.counts import check_counts
 from forerun.cli.demo import SMALL, demo_prompts
 from forerun.cli.output import AsJson, print_json
-from forerun.cli.settings import bundled_algorithm, check_counts
+from forerun.cli.settings import bundled_algorithm
 from forerun.core.errors import ConfigError
 from forerun.evals.environment import environment, made_with
 from forerun.evals.timing import median

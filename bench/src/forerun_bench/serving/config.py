@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from forerun.cli.counts import check_counts
 from forerun.core.errors import ConfigError, nearest, shown
 
 BACKENDS: Final = ("sglang", "openai", "openai-chat")
@@ -82,10 +83,7 @@ class LoadConfig:
         """
         _choose("--backend", self.backend, BACKENDS)
         _choose("--dataset-name", self.dataset_name, DATASETS)
-        for name in AT_LEAST_ONE:
-            value = vars(self)[name]
-            if value is not None and value < 1:
-                raise ConfigError(f"{_flag(name)} must be >= 1, got {value}.")
+        check_counts(**{name: vars(self)[name] for name in AT_LEAST_ONE})
         if self.warmup_requests < 0:
             raise ConfigError(f"--warmup-requests must be >= 0, got {self.warmup_requests}.")
         if not 0.0 <= self.random_range_ratio <= 1.0:

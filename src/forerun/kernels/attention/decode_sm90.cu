@@ -173,19 +173,10 @@ struct Attention {
     float factor[2];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      float a = s[2 * half], b = s[2 * half + 1];
-#pragma unroll
-      for (int j = 1; j < 8; j++) {
-        a = fmaxf(a, s[4 * j + 2 * half]);
-        b = fmaxf(b, s[4 * j + 2 * half + 1]);
-      }
-      a = fmaxf(a, b);
-      a = fmaxf(a, __shfl_xor_sync(~0u, a, 1));
-      a = fmaxf(a, __shfl_xor_sync(~0u, a, 2));
-      float row_max = fmaxf(max[half], a * args.qk_scale);
+      float row_max = fmaxf(max[half], largest_of_row(s, half) * args.qk_scale);
       factor[half] = exp2_approx(max[half] - row_max);
       max[half] = row_max;
-      a = 0.f, b = 0.f;
+      float a = 0.f, b = 0.f;
 #pragma unroll
       for (int j = 0; j < 8; j++) {
         float &x = s[4 * j + 2 * half], &y = s[4 * j + 2 * half + 1];

@@ -152,8 +152,7 @@ __device__ u64 out_row(const Arguments& args, const Work& work, int row) {
 
 // Two outputs, from weighted values and the sum of weights.
 __device__ u32 quotients(float a, float b, float sum) {
-  if (sum == 0.f) sum = 1.f;
-  return pack_bf16x2(divide(a, sum), divide(b, sum));
+  return pack_bf16x2(divide(a, divisor(sum)), divide(b, divisor(sum)));
 }
 
 // --- warpgroups ----------------------------------------------------------------------------------

@@ -27,6 +27,9 @@ __device__ inline bool begins_segment(int position) {
 
 // --- softmax and fold ----------------------------------------------------------------------------
 
+// What weighted values are divided by.
+__device__ inline float divisor(float sum) { return sum == 0.f ? 1.f : sum; }
+
 // The softmax of a segment, over its blocks in their order.
 struct Softmax {
   float max[2] = {-1e38f, -1e38f}, sum[2] = {0.f, 0.f};  // of a thread's two rows, max in powers of two
@@ -35,16 +38,8 @@ struct Softmax {
   __device__ void step(float (&s)[SEGMENT_BLOCK / 2], float qk_scale, float (&factor)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      float a = s[2 * half], b = s[2 * half + 1];
-#pragma unroll
-      for (int j = 1; j < SEGMENT_BLOCK / 8; j++) {
-        a = fmaxf(a, s[4 * j + 2 * half]);
-        b = fmaxf(b, s[4 * j + 2 * half + 1]);
-      }
-      a = fmaxf(a, b);
-      a = fmaxf(a, __shfl_xor_sync(~0u, a, 2));
-      a = fmaxf(a, __shfl_xor_sync(~0u, a, 1));
-      float row_max = fmaxf(max[half], __fmul_rn(a, qk_scale)), total = 0.f;
+      float row_max = fmaxf(max[half], __fmul_rn(largest_of_row(s, half), qk_scale));
+      float total = 0.f;
       factor[half] = exp2_approx(__fsub_rn(max[half], row_max));
       max[half] = row_max;
 #pragma unroll
@@ -63,8 +58,8 @@ struct Softmax {
 
   __device__ float4 maxima_sums() const { return make_float4(max[0], max[1], sum[0], sum[1]); }
 
-  // What a row's weighted values are divided by.
-  __device__ float normalizer(int half) const { return sum[half] == 0.f ? 1.f : sum[half]; }
+  // What makes outputs of a row's weighted values.
+  __device__ float normalizer(int half) const { return divisor(sum[half]); }
   __device__ static float normalized(float x, float sum) { return divide(x, sum); }
 };
 

@@ -328,16 +328,7 @@ struct Softmax {
   __device__ void step(float (&s)[BLOCK_N / 2], float qk_scale, float (&factor)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      float a = s[2 * half], b = s[2 * half + 1];
-#pragma unroll
-      for (int j = 1; j < BLOCK_N / 8; j++) {
-        a = fmaxf(a, s[4 * j + 2 * half]);
-        b = fmaxf(b, s[4 * j + 2 * half + 1]);
-      }
-      a = fmaxf(a, b);
-      a = fmaxf(a, __shfl_xor_sync(~0u, a, 1));
-      a = fmaxf(a, __shfl_xor_sync(~0u, a, 2));
-      float row_max = fmaxf(max[half], a * qk_scale);
+      float row_max = fmaxf(max[half], largest_of_row(s, half) * qk_scale);
       factor[half] = exp2_approx(max[half] - row_max);
       max[half] = row_max;
     }

@@ -45,8 +45,9 @@ def launch(config: TritonGemmConfig, args: GemmArguments, semaphores: Tensor) ->
     block_m, iters_per_tile = min(config.block_m, bucket), -(-k // config.block_k)
     num_ctas = min(config.num_ctas, tiles * iters_per_tile)
     max_split = max_splits(num_ctas, tiles, iters_per_tile)
-    assert max_split == 1 or (m <= MAX_M and tiles <= len(semaphores))
-    assert max_split == 1 or tiles * iters_per_tile * num_ctas < 1 << 31  # `_cta_of_iter`
+    if max_split > 1:
+        assert m <= MAX_M and tiles <= len(semaphores)
+        assert tiles * iters_per_tile * num_ctas < 1 << 31, "`_cta_of_iter` multiplies in 32 bits"
     partials = args.partials
     if partials is None and max_split > 1:  # a workspace
         size = (2 * num_ctas, block_m, config.block_n)

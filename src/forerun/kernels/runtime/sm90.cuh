@@ -317,6 +317,20 @@ __device__ inline float sigmoid(float x) {
   return divide(1.f, 1.f + exponential);
 }
 
+// The largest of one of a thread's two rows of a wgmma accumulator, whose columns four lanes have.
+template <int COUNT>
+__device__ float largest_of_row(const float (&s)[COUNT], int half) {
+  float a = s[2 * half], b = s[2 * half + 1];
+#pragma unroll
+  for (int j = 1; j < COUNT / 4; j++) {
+    a = fmaxf(a, s[4 * j + 2 * half]);
+    b = fmaxf(b, s[4 * j + 2 * half + 1]);
+  }
+  a = fmaxf(a, b);
+  a = fmaxf(a, __shfl_xor_sync(~0u, a, 2));
+  return fmaxf(a, __shfl_xor_sync(~0u, a, 1));
+}
+
 __device__ inline float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -11,10 +11,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from forerun.cli.counts import check_counts
 from forerun.cli.demo import SMALL
 from forerun.cli.flags import Values, engine_flags, with_flags
 from forerun.cli.output import AsJson, fail_if_aborted, print_json, progress_bar
-from forerun.cli.settings import check_counts, with_speculation, without_speculation
+from forerun.cli.settings import with_speculation, without_speculation
 from forerun.core.errors import ConfigError
 from forerun.evals.environment import environment, made_with
 from forerun.evals.prompts import need

@@ -9,9 +9,9 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from forerun.cli.counts import check_counts
 from forerun.cli.flags import Values, engine_flags, sampling_flags, with_flags
 from forerun.cli.output import dim
-from forerun.cli.settings import check_counts
 from forerun.core.sampling_params import SamplingParams
 from forerun_train.regenerate import (
     Answers,
@@ -45,7 +45,7 @@ def regenerate_command(
     sampling: Values,
 ) -> None:
     """The target answers prompts. Killed, it goes on where it was with the same command."""
-    check_counts(in_flight=in_flight, limit=1 if limit is None else limit)
+    check_counts(in_flight=in_flight, limit=limit)
     params = SamplingParams.of({"max_new_tokens": ANSWER_TOKENS, **sampling})
     prompts, skipped = read_prompts(data, max_errors)
     prompts = prompts[:limit]
