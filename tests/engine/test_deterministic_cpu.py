@@ -18,12 +18,17 @@ needs_kernels = pytest.mark.skipif(
 )
 
 
-def says(**settings: Any) -> bool:
-    """What `explain` says."""
+def explained(**settings: Any) -> tuple[bool, str]:
+    """What `explain` says: whether bits are equal, and what holds."""
     with golden_llm(device="cpu", **settings) as llm:
-        said = llm.explain()["deterministic_inference"]
-    assert isinstance(said, bool)
-    return said
+        said = llm.explain()
+    assert isinstance(said["deterministic_inference"], bool)
+    return said["deterministic_inference"], said["same_text"]
+
+
+def says(**settings: Any) -> bool:
+    """Whether bits are equal."""
+    return explained(**settings)[0]
 
 
 @needs_kernels
@@ -39,6 +44,16 @@ def test_a_backend_that_rounds_by_shape_is_refused(with_cpu_kernels: None) -> No
         says(**settings)
     with pytest.raises(ConfigError, match="cannot be had on a CPU: model_impl transformers: no"):
         says(model_impl="transformers", enable_deterministic_inference=True)
+
+
+@needs_kernels
+def test_what_holds_is_said(with_cpu_kernels: None) -> None:
+    assert explained()[1].startswith("every bit is equal: ")
+    off = "texts part at near ties, {}; enable_deterministic_inference {}"
+    depends = "cannot be had: the attention backend's sums depend on the batch"
+    for dtype, ties in (("float32", "rare in float32"), ("bfloat16", "common in bfloat16")):
+        said = explained(attention_backend="torch_native", dtype=dtype)[1]
+        assert said.endswith(off.format(ties, depends))
 
 
 def test_not_without_kernels(without_cpu_kernels: None) -> None:

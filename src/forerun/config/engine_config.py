@@ -198,7 +198,7 @@ class EngineConfig:
         None,
         "A token's logits depend on the tokens before it alone, to the last bit: not on the batch,"
         " drafts, chunks, pages or cache. Our kernels for CPUs do so in any case; on a GPU it is"
-        " off by default, and dense models in bfloat16 have it",
+        " off by default, and weights in bfloat16, FP8 and 4 bits have it",
     )
     random_seed: int = _setting(0, "Seed of requests without a sampling_seed")
     log_level: str = _setting(

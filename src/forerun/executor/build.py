@@ -18,6 +18,7 @@ from forerun.core.executor import ExecutorInfo
 from forerun.executor.agreement import Agreement
 from forerun.executor.attention_setup import AttentionSetup
 from forerun.executor.device_executor import DeviceExecutor
+from forerun.executor.fixed_order import what_holds
 from forerun.executor.graphs.cpu import CpuGraphSteps
 from forerun.executor.graphs.cuda import CudaGraphSteps
 from forerun.executor.graphs.piecewise import DEFAULT_MAX_TOKENS, host_bound_buckets, token_buckets
@@ -410,6 +411,7 @@ def _explain(
         "draft": settings.caps.draft_summary,
         "num_verify_tokens": limits.max_verify_tokens,
         "deterministic_inference": settings.fixed_order,
+        "same_text": what_holds(settings),
         "ragged_verify": str(settings.ragged),
         "attention": target.explain(),
         "draft_attention": draft[0].explain() if draft else None,

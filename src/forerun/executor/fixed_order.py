@@ -5,6 +5,9 @@ On a CPU our kernels do so in any case; on a GPU kernels of their own do.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
 import torch
 
 from forerun.config.engine_config import EngineConfig
@@ -15,6 +18,9 @@ from forerun.models.base import CausalLM
 from forerun.models.olmo2 import AllHeadsNorm
 from forerun.models.registry import TRANSFORMERS
 from forerun.platform.device import dtype_name
+
+if TYPE_CHECKING:
+    from forerun.executor.resolve import Settings
 
 
 def has_fixed_order(
@@ -46,6 +52,29 @@ def cpu_has_fixed_order(config: EngineConfig, attention: AttentionSetup) -> bool
     """Whether it is so on this CPU, asked for or not; `attention`: of the target."""
     backends = (choice.backend for choice in attention.choices.values())
     return not _missing_on_cpu(config) and all(b.capabilities.fixed_order for b in backends)
+
+
+def what_holds(settings: Settings) -> str:
+    """How equal the text of a seed is, with any drafts, batch, chunks, pages and cache."""
+    config, dtype = settings.config, settings.dtype
+    if settings.fixed_order:
+        ranks = f" with tp_size {config.tp_size}" if config.tp_size > 1 else ""
+        return f"every bit is equal{ranks}: a token's logits depend on the tokens before it alone"
+    near_ties = "rare in float32" if dtype == torch.float32 else f"common in {dtype_name(dtype)}"
+    parts = "passes and batches of other sizes round differently, so texts part at near ties"
+    return f"{parts}, {near_ties}; enable_deterministic_inference {_cure(settings)}"
+
+
+def _cure(settings: Settings) -> str:
+    """What the mode would do where it was not asked for."""
+    if settings.device.type == "cpu":
+        asked = replace(settings.config, enable_deterministic_inference=True)
+        missing = _missing_on_cpu(asked)
+        if not missing and settings.config.tp_size == 1:
+            missing = ["the attention backend's sums depend on the batch"]
+    else:
+        missing = [] if settings.dtype == torch.bfloat16 else ["it needs bfloat16"]
+    return f"cannot be had: {'; '.join(missing)}" if missing else "makes every bit equal"
 
 
 def _missing_on_cpu(config: EngineConfig) -> list[str]:
