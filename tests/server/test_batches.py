@@ -250,7 +250,8 @@ def test_batches_over_http(tmp_path: Path) -> None:
         assert "not valid JSON" in errors["batch_req_2"]["error"]["message"]
         assert "the batch is for" in errors["batch_req_4"]["error"]["message"]
         assert [each.id async for each in client.batches.list()] == [batch.id]
-        assert len([each async for each in client.files.list()]) == 3
+        sizes = {each.filename: each.bytes async for each in client.files.list()}
+        assert len(sizes) == 3 and 0 not in sizes.values()
         (sent,) = [each.id async for each in client.files.list(purpose="batch")]
         assert sent == batch.input_file_id
         first, *_ = [each.id async for each in client.files.list(order="asc")]

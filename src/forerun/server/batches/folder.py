@@ -100,7 +100,7 @@ class KeyFolder:
 
     def records(self, kind: str) -> list[Record]:
         """All files or batches, the oldest first."""
-        found = [json.loads(path.read_bytes()) for path in self._path.glob(f"{kind}[-_]*.json")]
+        found = [self._read(kind, path) for path in self._path.glob(f"{kind}[-_]*.json")]
         return sorted(found, key=lambda record: (record["created_at"], record["id"]))
 
     def get(self, kind: str, ident: str) -> Record:
@@ -111,9 +111,13 @@ class KeyFolder:
         path = self._path / f"{ident}.json"
         if not _IDENT.fullmatch(ident) or not ident.startswith(kind) or not path.is_file():
             raise ApiError(404, f"There is no {kind} {shown(ident)}.", code=f"{kind}_not_found")
+        return self._read(kind, path)
+
+    def _read(self, kind: str, path: Path) -> Record:
+        """A record; results of a batch that runs have become more since it was written."""
         record: Record = json.loads(path.read_bytes())
         if kind == FILE:
-            record["bytes"] = self.content(ident).stat().st_size
+            record["bytes"] = self.content(record["id"]).stat().st_size
         return record
 
     def save(self, record: Mapping[str, Any]) -> None:
