@@ -102,15 +102,19 @@ def check_fits(request: Request, limits: Limits, num_pages: int) -> None:
     prompt, new = len(request.prompt), request.params.max_new_tokens
     if prompt + new > limits.context_length:
         room = limits.context_length - prompt
-        fix = f"max_new_tokens can be at most {room}" if room > 0 else "shorten the prompt"
         if request.pooling is not None:
             raise RequestError(
                 f"The input has {prompt} tokens, over the context length {limits.context_length};"
                 " shorten it, or set truncate_prompt_tokens."
             )
+        if room <= 0:
+            raise RequestError(
+                f"The prompt has {prompt} tokens, and the context length is"
+                f" {limits.context_length}, output included; shorten the prompt."
+            )
         raise RequestError(
             f"The prompt has {prompt} tokens and max_new_tokens is {new}, together over the"
-            f" context length {limits.context_length}; {fix}."
+            f" context length {limits.context_length}; max_new_tokens can be at most {room}."
         )
     need = limits.pages(prompt + new + limits.overshoot)
     if need > num_pages:

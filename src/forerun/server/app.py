@@ -153,7 +153,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
-        return _invalid(error.errors()[0], error.body).response()
+        return _invalid(_nearest_problem(error.errors(), error.body), error.body).response()
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
@@ -178,7 +178,15 @@ def _add_error_handlers(app: FastAPI) -> None:
         return ApiError(500, "The server failed to handle this request.").response()
 
 
-def _path(loc: Sequence[int | str], body: Any) -> str:
+def _nearest_problem(problems: Sequence[Mapping[str, Any]], body: Any) -> Mapping[str, Any]:
+    """The first thing that is wrong; of a list that may be a text too, its first wrong item."""
+    places = [_places(problem["loc"][1:], body) for problem in problems]
+    first = places[0]
+    within = [at for at, place in enumerate(places) if place[: len(first)] == first]
+    return problems[max(within, key=lambda at: len(places[at]))]
+
+
+def _places(loc: Sequence[int | str], body: Any) -> list[str]:
     """The place in a body, without pydantic's names for the members of unions."""
     places, value = [], body
     for part in loc:
@@ -189,7 +197,7 @@ def _path(loc: Sequence[int | str], body: Any) -> str:
         else:
             continue
         places.append(str(part))
-    return ".".join(places)
+    return places
 
 
 def _reason(error: BaseException) -> str:
@@ -208,7 +216,7 @@ def _reason(error: BaseException) -> str:
 def _invalid(problem: Mapping[str, Any], body: Any) -> ApiError:
     """One line about the first thing that is wrong with a body."""
     in_body = problem["loc"][0] == "body"
-    path = _path(problem["loc"][1:], body) if in_body else str(problem["loc"][-1])
+    path = ".".join(_places(problem["loc"][1:], body)) if in_body else str(problem["loc"][-1])
     kind, message = problem["type"], str(problem["msg"])
     if kind == "json_invalid":
         at = problem["loc"][-1]

@@ -63,6 +63,7 @@ class _Chat(Choices):
             tools=tool_use(functions, body.tool_choice, body.parallel_tool_calls, service.format),
             sampling=body.sampling,
             max_new_tokens=body.max_new_tokens,
+            limit_name=body.limit_name,
             n=body.num_samples,
             stream=bool(body.stream),
             logprobs=body.logprob_params,

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from forerun.core.errors import RequestError
 from forerun.core.request import FinishReason
 from forerun.server.generation import Call, Generation, Part
 from forerun.server.http.errors import json_response
@@ -17,7 +18,7 @@ from forerun.server.http.sse import DOCUMENTED_STREAM, DONE, event
 from forerun.server.logprobs import completion_logprobs, prompt_tokens
 from forerun.server.openai.answer import Choices, respond
 from forerun.server.openai.models import check_model
-from forerun.server.openai.protocol import CompletionRequest
+from forerun.server.openai.protocol import CompletionRequest, in_openais_names
 from forerun.server.prompt import Prompt
 from forerun.server.service import Service
 
@@ -75,7 +76,11 @@ class _Completion(Choices):
         prompts = [
             Prompt(ids, params, body.num_samples, None, scored, body.scheduling) for ids in lists
         ]
-        return cls(service, body, await service.start(prompts, bool(body.stream)))
+        try:
+            call = await service.start(prompts, bool(body.stream))
+        except RequestError as error:
+            raise in_openais_names(error) from None
+        return cls(service, body, call)
 
     async def whole(self) -> Response:
         call, body = self.call, self._body

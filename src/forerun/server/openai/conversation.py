@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from forerun.core.errors import RequestError
 from forerun.core.logprobs import LogprobParams
 from forerun.core.sampling_params import SamplingParams
 from forerun.core.scheduling_params import DEFAULT_SCHEDULING, SchedulingParams
@@ -14,6 +15,7 @@ from forerun.llm.prompts import AT_ANSWER, Ending
 from forerun.server.generation import Call, Generation, Part
 from forerun.server.openai.output_format import TAIL_TOKENS, OutputFormat
 from forerun.server.openai.output_grammar import with_output_grammar
+from forerun.server.openai.protocol import MAX_TOKENS, in_openais_names
 from forerun.server.openai.tools import ToolUse, template_messages
 from forerun.server.parsers.events import (
     Arguments,
@@ -38,6 +40,7 @@ class Ask:
     tools: ToolUse
     sampling: Callable[[int], SamplingParams]  # from the most new tokens
     max_new_tokens: int | None  # None: up to the end of the context
+    limit_name: str = MAX_TOKENS  # what the client calls it
     n: int = 1
     stream: bool = False
     separate_reasoning: bool = True  # False: it is text, with its markers
@@ -116,7 +119,10 @@ class Conversation:
         if shows_special:
             params = replace(params, skip_special_tokens=False)
         prompt = Prompt(ids, params, ask.n, None, ask.logprobs, ask.scheduling)
-        call = await service.start([prompt], ask.stream)
+        try:
+            call = await service.start([prompt], ask.stream)
+        except RequestError as error:
+            raise in_openais_names(error, ask.limit_name) from None
         return cls(call, service, ask, form, opened, shows_special)
 
     @property

@@ -84,7 +84,7 @@ _SAMPLING = {
     if (known := param_of(spec)).openai is not None
 }
 _OPENAIS = {ours: theirs for theirs, ours in _SAMPLING.items() if ours != theirs}
-_OPENAIS |= {"max_new_tokens": "max_tokens"}
+MAX_TOKENS = "max_tokens"
 _CHECKED = _SAMPLING.keys() - {"min_tokens"}  # alone; this one depends on max_tokens
 _IN_JSON: Mapping[str, Any] = {  # of types that are others there
     "tuple[tuple[int, float], ...]": Annotated[dict[str, float], BeforeValidator(_few)],
@@ -112,18 +112,20 @@ def sampling_params(
     grammar: Mapping[str, Any] | None = None,
     least: int = 1,
     source: str = "response_format",
+    limit: str = MAX_TOKENS,
 ) -> SamplingParams:
     """Makes those of a request that are in `_SAMPLING`; those not given have defaults.
 
     Args:
         grammar: of the field `source`.
         least: the smallest `max_new_tokens`; 0 where an answer may be the prompt alone.
+        limit: what the client calls `max_new_tokens`.
 
     Raises:
         RequestError: a value is out of range.
     """
     if max_new_tokens == 0 < least:
-        raise RequestError("max_tokens must be >= 1, got 0; only completions with echo take 0.")
+        raise RequestError(f"{limit} must be >= 1, got 0; only completions with echo take 0.")
     given = {_SAMPLING[name]: value for name, value in body if name in _SAMPLING}
     known = {name: value for name, value in given.items() if value is not None}
     for name, value in (grammar or {}).items():
@@ -133,13 +135,18 @@ def sampling_params(
     try:
         return SamplingParams.of({**known, "max_new_tokens": max_new_tokens})
     except RequestError as error:
-        raise RequestError(_in_openais_names(error)) from None
+        raise in_openais_names(error, limit) from None
 
 
-def _in_openais_names(error: RequestError) -> str:
-    """Its message, with the names of parameters that the client has used."""
-    ours = "|".join(_OPENAIS)
-    return re.sub(rf"\b({ours})\b", lambda found: _OPENAIS[found[0]], str(error))
+def in_openais_names(error: RequestError, limit: str = MAX_TOKENS) -> RequestError:
+    """The error with the names of parameters that the client has used.
+
+    Args:
+        limit: its name of `max_new_tokens`.
+    """
+    names = {**_OPENAIS, "max_new_tokens": limit}
+    ours = "|".join(names)
+    return RequestError(re.sub(rf"\b({ours})\b", lambda found: names[found[0]], str(error)))
 
 
 def refuse_invalid(value: Any, as_params: Callable[[Any], Mapping[str, Any]]) -> None:
@@ -151,7 +158,7 @@ def refuse_invalid(value: Any, as_params: Callable[[Any], Mapping[str, Any]]) ->
     try:
         SamplingParams.of(as_params(value))
     except RequestError as error:
-        raise invalid(_in_openais_names(error)) from None
+        raise invalid(str(in_openais_names(error))) from None
 
 
 if TYPE_CHECKING:
@@ -218,7 +225,14 @@ class _Common(SamplingFields):
             RequestError: a value is out of range.
         """
         grammar = grammar_of_format(self.response_format)
-        return sampling_params(self, max_new_tokens, grammar, self.least_tokens)
+        return sampling_params(
+            self, max_new_tokens, grammar, self.least_tokens, limit=self.limit_name
+        )
+
+    @property
+    def limit_name(self) -> str:
+        """What the client calls `max_new_tokens`."""
+        return MAX_TOKENS
 
     @property
     def least_tokens(self) -> int:
@@ -319,6 +333,11 @@ class ChatRequest(_Common, ChatPrompt):
     @property
     def logprob_params(self) -> LogprobParams | None:
         return LogprobParams(top=self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def limit_name(self) -> str:
+        newer = self.max_tokens is None and self.max_completion_tokens is not None
+        return "max_completion_tokens" if newer else MAX_TOKENS
 
     @property
     def max_new_tokens(self) -> int | None:

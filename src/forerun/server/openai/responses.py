@@ -29,13 +29,13 @@ from forerun.server.openai.responses_output import (
     OutputItems,
     StreamEvent,
 )
-from forerun.server.openai.responses_protocol import ResponsesRequest
+from forerun.server.openai.responses_protocol import MAX_OUTPUT_TOKENS, ResponsesRequest
 from forerun.server.openai.stored_responses import add_stored_responses
 from forerun.server.openai.tools import tool_use
 from forerun.server.openai.usage import usage
 from forerun.server.service import Service
 
-_REASONS = {"length": "max_output_tokens"}  # of incomplete responses, by kind of finish
+_REASONS = {"length": MAX_OUTPUT_TOKENS}  # of incomplete responses, by kind of finish
 
 
 def responses_router(service: Service) -> APIRouter:
@@ -93,6 +93,7 @@ class _Answer:
             tools=tools,
             sampling=body.sampling,
             max_new_tokens=body.max_output_tokens,
+            limit_name=MAX_OUTPUT_TOKENS,
             stream=bool(body.stream),
             scheduling=body.scheduling,
             logprobs=body.logprob_params,

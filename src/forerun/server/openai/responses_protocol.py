@@ -29,6 +29,7 @@ from forerun.server.openai.response_format import grammar_of_text_format
 from forerun.server.openai.tools import MAX_TOOLS, Function
 
 MAX_METADATA = 16  # entries, as in OpenAI's API
+MAX_OUTPUT_TOKENS = "max_output_tokens"  # a limit's name, and why a response is incomplete
 LOGPROBS = "message.output_text.logprobs"
 _INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")  # of the latter there is none
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
@@ -127,7 +128,9 @@ class ResponsesRequest(SamplingFields):
             RequestError: a value is out of range.
         """
         grammar = grammar_of_text_format(self.format)
-        return sampling_params(self, max_new_tokens, grammar, source="text.format")
+        return sampling_params(
+            self, max_new_tokens, grammar, source="text.format", limit=MAX_OUTPUT_TOKENS
+        )
 
     @field_validator("include")
     @classmethod
