@@ -240,7 +240,12 @@ def test_large_values_are_refused_without_looking_at_all_of_them(
 
 def test_unknown_paths_and_methods(server: LiveServer) -> None:
     assert "There is no '/v1/complet'" in refused(server.http.post("/v1/complet", json={}), 404)
-    assert "does not take GET" in refused(server.http.get(COMPLETIONS), 405)
+    assert "does not take GET; it takes POST." in refused(server.http.get(COMPLETIONS), 405)
+    several = {GENERATE: "POST, PUT", "/flush_cache": "GET, POST", "/v1/files/x": "DELETE, GET"}
+    for path, methods in several.items():
+        response = server.http.patch(path)
+        assert f"it takes {methods}." in refused(response, 405)
+        assert response.headers["allow"] == methods
     message = refused(server.http.post(COMPLETIONS, json={"model": "bundeld", "prompt": "x"}), 404)
     assert "Did you mean 'bundled'" in message
 

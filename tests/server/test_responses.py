@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import openai
@@ -333,6 +334,21 @@ def test_responses_equal_the_engine(server: LiveServer, llm: LLM) -> None:
     assert events[-1].type == "response.completed"
     with client.responses.stream(**call, extra_body={"seed": 1}) as stream:
         assert stream.get_final_response().output_text == want.text
+    server.wait_idle()
+
+
+def test_a_stream_that_fails_ends_with_an_event_of_its_kind(server: LiveServer) -> None:
+    body = {"input": QUESTION, "ignore_eos": True, "request_timeout": 0.2}
+    answer = server.http.post("/v1/responses", json={**body, "stream": True})
+    *before, last = answer.text.strip().split("\n\n")
+    name, data = last.split("\n")
+    error = json.loads(data.removeprefix("data: "))
+    assert (name, error["type"], error["code"]) == ("event: error", "error", "timeout")
+    assert error["sequence_number"] == len(before)
+    assert error["message"] == error["error"]["message"]
+    client = server.client(max_retries=0)
+    with pytest.raises(openai.APIError, match="request_timeout"):
+        list(client.responses.create(model="bundled", input=QUESTION, stream=True, extra_body=body))
     server.wait_idle()
 
 

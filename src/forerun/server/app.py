@@ -12,7 +12,8 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
-from starlette.types import ASGIApp
+from starlette.routing import Match
+from starlette.types import ASGIApp, Scope
 
 from forerun import __version__
 from forerun.core.errors import RequestError, nearest, shown
@@ -46,6 +47,7 @@ from forerun.server.prometheus import prometheus_router
 from forerun.server.service import Service
 
 log = logging.getLogger("forerun")
+METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
 
 
 def build_app(service: Service) -> ASGIApp:
@@ -157,15 +159,17 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
-        message = str(error.detail)
+        message, headers = str(error.detail), error.headers
         if error.status_code == 404:
             paths = list(app.openapi()["paths"])
             message = f"There is no {shown(request.url.path)}.{nearest(request.url.path, paths)}"
         elif error.status_code == 405:
-            message = f"{request.url.path} does not take {request.method}."
+            taken = _methods_of(app, request.scope)
+            message = f"{request.url.path} does not take {request.method}; it takes {taken}."
+            headers = {"Allow": taken}
         elif error.status_code == 400 and error.__cause__ is not None:  # of FastAPI, in few words
             message = f"The body cannot be read: {_reason(error.__cause__)}."
-        return ApiError(error.status_code, message, headers=error.headers).response()
+        return ApiError(error.status_code, message, headers=headers).response()
 
     @app.exception_handler(ClientDisconnect)
     async def gone(request: Request, error: ClientDisconnect) -> Response:
@@ -176,6 +180,15 @@ def _add_error_handlers(app: FastAPI) -> None:
         ident = current_exchange.get().request_id
         log.error("Request %s to %s failed.", ident, request.url.path, exc_info=error)
         return ApiError(500, "The server failed to handle this request.").response()
+
+
+def _methods_of(app: FastAPI, scope: Scope) -> str:
+    """The methods that a path takes, each of which may have a route of its own."""
+    return ", ".join(
+        method
+        for method in METHODS
+        if any(route.matches({**scope, "method": method})[0] is Match.FULL for route in app.routes)
+    )
 
 
 def _nearest_problem(problems: Sequence[Mapping[str, Any]], body: Any) -> Mapping[str, Any]:

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from forerun.core.errors import RequestError
 from forerun.core.request import FinishReason
 from forerun.server.generation import Call, Generation, Part
-from forerun.server.http.errors import json_response
+from forerun.server.http.errors import ApiError, json_response
 from forerun.server.http.sse import DOCUMENTED_STREAM, named_event
 from forerun.server.logprobs import MessageLogprobs
 from forerun.server.openai.answer import respond
@@ -132,14 +132,18 @@ class _Answer:
             {"type": f"response.{kind}", "response": begun} for kind in ("created", "in_progress")
         )
         finish = None
-        async for news in self._conversation.parts():
-            for generation, part, events in news:
-                self._score(generation, part)
-                yield self._sent(self._output.push(events))
-                finish = generation.record.finish
-        yield self._sent(self._output.finish(_status(finish)))
-        response = self._response(finish, self._output.whole())
-        await self.state.keep(response)
+        try:
+            async for news in self._conversation.parts():
+                for generation, part, events in news:
+                    self._score(generation, part)
+                    yield self._sent(self._output.push(events))
+                    finish = generation.record.finish
+            yield self._sent(self._output.finish(_status(finish)))
+            response = self._response(finish, self._output.whole())
+            await self.state.keep(response)
+        except ApiError as error:
+            yield self._sent([_failure(error)])
+            return
         yield self._sent([{"type": f"response.{response['status']}", "response": response}])
 
     def _score(self, generation: Generation, part: Part | None = None) -> None:
@@ -170,6 +174,12 @@ class _Answer:
             },
             "total_tokens": counts["total_tokens"],
         }
+
+
+def _failure(error: ApiError) -> StreamEvent:
+    """The last event of a stream that fails; OpenAI's clients raise what is under `error`."""
+    told = {"code": error.code, "message": error.message, "param": error.param}
+    return {**error.body(), **told, "type": "error"}
 
 
 def _echo(body: ResponsesRequest) -> dict[str, Any]:
