@@ -27,6 +27,7 @@ MAX_TOKEN_DIGITS = 10
 MAX_INT32 = 2**31 - 1
 MAX_FLOAT32 = (2.0 - 2.0**-23) * 2.0**127
 POSITIVE = math.ulp(0.0)  # the smallest number above 0
+MIN_REPETITION = 1e-6  # logits are divided by it, which much smaller ones would make infinite
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,7 @@ class LogitParams:
     )  # fmt: skip
     repetition_penalty: float = param(
         1.0, "Above 1: less of the tokens in prompt and output",
-        stage="logits", range=(POSITIVE, 2), must="be in (0, 2]", off=True,
+        stage="logits", range=(MIN_REPETITION, 2), must=f"be in [{MIN_REPETITION:g}, 2]", off=True,
     )  # fmt: skip
     top_n_sigma: float = param(
         -1.0, "Keep logits within this many standard deviations of the largest; -1: all",
