@@ -170,6 +170,8 @@ def test_malformed_bodies(server: LiveServer, body: bytes, words: str) -> None:
     [
         (COMPLETIONS, {"prompt": 5}, "prompt"),
         (COMPLETIONS, {"prompt": "x", "stop": 3}, "stop"),
+        (COMPLETIONS, {"prompt": {"a": 1}}, "prompt"),
+        (GENERATE, {"text": {"a": 1}}, "text"),
         (COMPLETIONS, {"prompt": "x", "logit_bias": {"1": "a"}}, "logit_bias.1"),
         ("/detokenize", {"tokens": "x"}, "tokens"),
         ("/detokenize", {"tokens": [1, "a"]}, "tokens.1"),

@@ -275,7 +275,7 @@ BODIES: list[tuple[str, dict[str, Any], str]] = [
     (SCORE, {"items": ["a"], "label_token_ids": [1]}, "Give both query and items"),
     (SCORE, {"query": "a", "items": [[1]], "label_token_ids": [1]}, "both be text, or both be tok"),
     (SCORE, {"query": [1], "items": "b", "label_token_ids": [1]}, "both be text, or both be token"),
-    (SCORE, {"query": "a", "items": "b", "label_token_ids": [10**9]}, "outside the vocabulary"),
+    (SCORE, {"query": "a", "items": "b", "label_token_ids": [10**9]}, "label_token_ids: token id"),
     (SCORE, {"query": "a", "items": "b", "label_token_ids": [1] * 200}, "at most 128 ids"),
     (
         SCORE,

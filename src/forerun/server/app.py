@@ -193,19 +193,20 @@ def _methods_of(app: FastAPI, scope: Scope) -> str:
 
 def _nearest_problem(problems: Sequence[Mapping[str, Any]], body: Any) -> Mapping[str, Any]:
     """The first thing that is wrong; of a list that may be a text too, its first wrong item."""
-    places = [_places(problem["loc"][1:], body) for problem in problems]
+    places = [_places(problem, body) for problem in problems]
     first = places[0]
     within = [at for at, place in enumerate(places) if place[: len(first)] == first]
     return problems[max(within, key=lambda at: len(places[at]))]
 
 
-def _places(loc: Sequence[int | str], body: Any) -> list[str]:
+def _places(problem: Mapping[str, Any], body: Any) -> list[str]:
     """The place in a body, without pydantic's names for the members of unions."""
-    places, value = [], body
+    loc, places, value = problem["loc"][1:], [], body
+    missing = loc[-1:] if problem["type"] == "missing" else ()
     for part in loc:
         if isinstance(value, list) and isinstance(part, int):
             value = value[part]
-        elif isinstance(value, dict) and isinstance(part, str):
+        elif isinstance(value, dict) and (part in value or part in missing):
             value = value.get(part)
         else:
             continue
@@ -229,7 +230,7 @@ def _reason(error: BaseException) -> str:
 def _invalid(problem: Mapping[str, Any], body: Any) -> ApiError:
     """One line about the first thing that is wrong with a body."""
     in_body = problem["loc"][0] == "body"
-    path = ".".join(_places(problem["loc"][1:], body)) if in_body else str(problem["loc"][-1])
+    path = ".".join(_places(problem, body)) if in_body else str(problem["loc"][-1])
     kind, message = problem["type"], str(problem["msg"])
     if kind == "json_invalid":
         at = problem["loc"][-1]
