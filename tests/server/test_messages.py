@@ -415,7 +415,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": [{"text": "x"}]}]}, "needs a type"),
     ({"max_tokens": 0}, "max_tokens: input should be greater"),
     ({"extra_body": {"temperature": -1}}, "temperature must be"),
-    ({"stop_sequences": [""]}, "stop"),
+    ({"stop_sequences": [""]}, "stop_sequences must hold non-empty strings"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "'web_search_20250305'"),
     ({"tools": [{"name": "a b", "input_schema": {}}]}, "The name of a function"),
     ({"tools": [{"name": "a"}]}, "input_schema is missing"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
@@ -195,7 +196,10 @@ class MessagesRequest(_Conversation, SamplingFields):
     @field_validator("stop_sequences")
     @classmethod
     def _are_stops(cls, value: list[str] | None, info: ValidationInfo) -> list[str] | None:
-        refuse_invalid(value, lambda given: {} if given is None else {"stop": given})
+        try:
+            SamplingParams.of({"stop": value or ()})
+        except RequestError as error:
+            raise invalid(re.sub(r"^stop\b", "stop_sequences", str(error))) from None
         return value
 
     def sampling(self, room: int) -> SamplingParams:
