@@ -6,6 +6,7 @@ import json
 import random
 import struct
 import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -231,8 +232,8 @@ def with_tokenizer(path: Path) -> None:
     join(path, path.with_name("weights.gguf"), own.metadata)
 
 
-def join(path: Path, weights: Path, tokens: Any) -> None:
-    """Writes the weights and metadata of one file with the tokenizer of another."""
+def join(path: Path, weights: Path, tokens: Any, tensors: Any = types.MappingProxyType({})) -> None:
+    """Writes the weights and metadata of one file with the tokenizer, or tensors, of another."""
     file = read_gguf(weights)
     writer = GGUFWriter(path, file.metadata["general.architecture"])
     for key, value in {**file.metadata, **tokens}.items():
@@ -252,6 +253,8 @@ def join(path: Path, weights: Path, tokens: Any) -> None:
         if tensor.kind == "F32":
             data = data.view(np.float32).reshape(tensor.shape)
         writer.add_tensor(name, data, raw_dtype=kind)
+    for name, values in tensors.items():
+        writer.add_tensor(name, values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -334,6 +337,56 @@ def test_metadata_out_of_range_are_refused_by_the_files_name(tmp_path: Path) -> 
     write_gguf(path, family("llama", **SIZES), "Q8_0", {"rope.freq_base": float("nan")})
     with pytest.raises(ConfigError, match=r"m.gguf \(metadata\): rope_theta"):
         gguf_folder(path)
+
+
+def test_metadata_of_other_types_are_refused(good: bytes, tmp_path: Path) -> None:
+    """Lists where a value is expected, and the other way round."""
+    path, cases = tmp_path / "m.gguf", dict[str, Any]()
+    for key in ("tokenizer.ggml.bos_token_id", "llama.rope.scaling.type", "llama.block_count"):
+        cases[key] = np.array([1.0, np.nan])
+    for key, value in cases.items():
+        join(path, tmp_path / "good.gguf", {key: value})
+        with pytest.raises(ConfigError, match=key.removeprefix("llama.")):
+            gguf_folder(path)
+    for key, value in (("model", ["a", "b"]), ("token_type", 1), ("token_type", ["a"])):
+        join(path, tmp_path / "good.gguf", {f"tokenizer.ggml.{key}": value})
+        with pytest.raises(ConfigError, match=r"m\.gguf has no tokenizer that can be used"):
+            load_tokenizer(gguf_folder(path))
+
+
+def test_factors_of_rope_are_one_for_each_pair(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    model = family("llama", **SIZES)
+    pairs = model.config.hidden_size // model.config.num_attention_heads // 2
+    for shape in ((2, pairs), (pairs + 1,)):
+        write_gguf(tmp_path / "plain.gguf", model, "Q8_0")
+        factors = {"rope_freqs.weight": np.ones(shape, np.float32)}
+        join(path, tmp_path / "plain.gguf", {}, factors)
+        with pytest.raises(ConfigError, match=rf"rope_freqs.weight has shape .*\[{pairs}\]"):
+            gguf_folder(path)
+
+
+def test_a_part_of_a_divided_model_says_what_to_do(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    write_gguf(tmp_path / "whole.gguf", family("llama", **SIZES), "Q8_0")
+    join(path, tmp_path / "whole.gguf", {"split.count": 3})
+    with pytest.raises(ConfigError, match=r"m\.gguf is one of 3 files .*llama-gguf-split --merge"):
+        gguf_folder(path)
+
+
+def test_tensors_that_do_not_fit_are_refused_by_the_files_name(tmp_path: Path) -> None:
+    """And not by that of the folder in the cache."""
+    path, one = tmp_path / "m.gguf", np.ones(3, np.float32)
+    write_gguf(tmp_path / "whole.gguf", family("llama", **SIZES), "Q8_0")
+    cases: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "m.gguf lacks 9 tensors: .* Download the file again": ({"llama.block_count": 4}, {}),
+        r"m.gguf holds 1 tensor: 'a\\nb', which this": ({}, {"a\nb": one}),
+        "m.gguf: .* expected .* from its metadata": ({"llama.feed_forward_length": 64}, {}),
+    }
+    for message, (metadata, tensors) in cases.items():
+        join(path, tmp_path / "whole.gguf", metadata, tensors)
+        with pytest.raises(ConfigError, match=f"^{tmp_path}/{message}"):
+            load_target(gguf_folder(path), torch.float32, CPU)
 
 
 def test_a_file_without_a_tokenizer_is_named(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from forerun.layers.sharding import Shard
 from forerun.models.formats.base import Header, Part, Stored, View, WeightFormat
 from forerun.models.formats.gguf import GgufFormat
 from forerun.models.formats.plain import PLAIN
-from forerun.models.gguf import GGUF
+from forerun.models.gguf import GGUF, as_given
 from forerun.models.gguf.weights import read_gguf_tensor
 from forerun.models.safetensors_files import listing, read_headers, readable, text_part
 from forerun.platform.progress import progress
@@ -32,6 +32,7 @@ from forerun.platform.progress import progress
 HARMLESS = ("rotary_emb.inv_freq",)  # old buffers, in many checkpoints; computed here
 # Beside any weights: scales of K/V, which `kv_scales.py` reads, and of what attention computes.
 KV_SCALES = (".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".prob_scale", ".prob_output_scale")
+GGUF_HINT = "The tensors do not fit the metadata. Download the file again, or take another one."
 
 Parts = dict[str, dict[str, Stored]]  # what each tensor of a model is made of
 
@@ -47,7 +48,8 @@ class Checkpoint:
             ConfigError: no safetensors, a shard absent, a file broken or not as indexed.
         """
         self.folder = folder
-        self.weight_format = GgufFormat() if (folder / GGUF).exists() else weight_format
+        self._is_gguf = (folder / GGUF).exists()
+        self.weight_format = GgufFormat() if self._is_gguf else weight_format
         self.headers = text_part(read_headers(folder))
 
     def __contains__(self, name: str) -> bool:
@@ -152,15 +154,18 @@ class Checkpoint:
             for name, view in views.items()
         }
         wanted = {part.name: part for stored in parts.values() for part in stored.values()}
+        source = self.folder
+        if self._is_gguf:
+            source, hint = as_given(source / GGUF), GGUF_HINT
         missing = [name for name in wanted if name not in self.headers]
         if missing:
-            raise ConfigError(f"{self.folder} lacks {listing(missing)}. {hint}".rstrip())
+            raise ConfigError(f"{source} lacks {listing(missing)}. {hint}".rstrip())
         unused = () if self.weight_format is None else self.weight_format.unused
         left_out = (*harmless, *KV_SCALES, *unused)
         extra = [n for n in self.headers if n not in wanted and not n.endswith(left_out)]
         if extra:
             raise ConfigError(
-                f"{self.folder} holds {listing(extra)}, which this architecture does not have."
+                f"{source} holds {listing(extra)}, which this architecture does not have."
                 f" {hint}".rstrip()
             )
         for part in wanted.values():
@@ -171,9 +176,10 @@ class Checkpoint:
 def _check_kind(header: Header, part: Stored) -> None:
     """Checks shape and kind of a tensor."""
     if header.shape not in part.shapes:
+        source = "its metadata" if header.file.name == GGUF else "config.json"
         raise ConfigError(
-            f"{header.file}: {part.name} has shape {list(header.shape)}, expected"
-            f" {' or '.join(map(str, map(list, part.shapes)))} from config.json. The two do not"
+            f"{as_given(header.file)}: {part.name} has shape {list(header.shape)}, expected"
+            f" {' or '.join(map(str, map(list, part.shapes)))} from {source}. The two do not"
             " belong together."
         )
     if part.floats is not None and part.floats != header.is_float:

@@ -195,9 +195,14 @@ def readable(file: Path) -> Iterator[None]:
         raise ConfigError(f"{file} cannot be read: {first_line(error)}. {FIX_FILE}.") from None
 
 
+def _is_plain(name: str) -> bool:
+    """Whether a name can stand in an error as it is."""
+    return 0 < len(name) < 200 and name.isprintable()
+
+
 def listing(names: list[str], noun: str = "tensor") -> str:
     """`"2 tensors: a, b"`, the first few."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     plural = "s" if len(names) > 1 else ""
-    few = ", ".join(name if len(name) < 200 else f"{name[:200]}..." for name in names[:3])
+    few = ", ".join(name if _is_plain(name) else shown(name, 200) for name in names[:3])
     return f"{len(names)} {noun}{plural}: {few}{more}"

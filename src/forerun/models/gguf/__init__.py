@@ -1,1 +1,13 @@
-GGUF = "model.gguf"  # the weights, in the model folder that `folder.py` makes of a GGUF file
+"""GGUF files, which are read through a model folder that is made of each (`folder.py`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+GGUF = "model.gguf"  # the weights, in that folder: a link to the file
+
+
+def as_given(file: Path) -> Path:
+    """A file of weights under the name that the user knows, for errors."""
+    target = file.readlink() if file.name == GGUF and file.is_symlink() else file
+    return target if target.is_absolute() else file

@@ -75,8 +75,10 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     """The keys of config.json that the metadata has.
 
     Raises:
-        ConfigError: another architecture, experts, or a key is missing or of another type.
+        ConfigError: a part of a divided model, another architecture, experts, or a key is missing
+            or of another type.
     """
+    _check_whole(file)
     family, keys = family_of(file), _Keys(file)
     if any("_exps." in name for name in file.tensors):
         raise ConfigError(f"{file.path}: mixtures of experts are not supported as GGUF.")
@@ -98,7 +100,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         "torch_dtype": _dtype(file),
     }
     for name in ("bos", "eos"):
-        token = file.metadata.get(f"tokenizer.ggml.{name}_token_id")
+        token = _token_id(file, name)
         config |= {} if token is None else {f"{name}_token_id": token}
     rotated = keys.number("rope.dimension_count", config["head_dim"])
     if rotated != config["head_dim"]:
@@ -106,7 +108,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
             f"{file.path}: rope.dimension_count is {rotated}, and heads have {config['head_dim']}"
             " dimensions; what rotates a part of them is not supported as GGUF."
         )
-    scaling = _rope_scaling(file, keys, config["max_position_embeddings"])
+    scaling = _rope_scaling(file, keys, config)
     config |= {} if scaling is None else {"rope_scaling": scaling}
     return config | (_gemma(file, keys, config) if family.gemma else {})
 
@@ -151,7 +153,7 @@ class _Keys:
     def number(self, key: str, default: int | None = None) -> int:
         """An integer >= 0; of a list per layer, the one value that all have."""
         value = self._get(key, default)
-        if isinstance(value, np.ndarray):
+        if isinstance(value, np.ndarray) and value.dtype.kind in "iu":
             values = sorted(set(map(int, value)))
             value = values[0] if len(values) == 1 else values
         if type(value) is not int or value < 0:
@@ -179,6 +181,28 @@ class _Keys:
         )
 
 
+def _check_whole(file: GgufFile) -> None:
+    """
+    Raises:
+        ConfigError: the file is one of those that a model is divided among.
+    """
+    parts = file.metadata.get("split.count")
+    if type(parts) is int and parts > 1:
+        raise ConfigError(
+            f"{file.path} is one of {parts} files that a model is divided among; merge them"
+            " (llama-gguf-split --merge FIRST MERGED) and give the merged one."
+        )
+
+
+def _token_id(file: GgufFile, name: str) -> int | None:
+    """A special token, such as "eos"; None: it is not said."""
+    key = f"tokenizer.ggml.{name}_token_id"
+    token = file.metadata.get(key)
+    if token is not None and type(token) is not int:
+        raise ConfigError(f"{file.path}: {key} is {shown(token)}, expected an integer.")
+    return token
+
+
 def _vocab_size(file: GgufFile) -> int:
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
@@ -191,21 +215,27 @@ def _dtype(file: GgufFile) -> str:
     return "float32" if kinds == {"F32"} else "bfloat16"
 
 
-def _rope_scaling(file: GgufFile, keys: _Keys, positions: int) -> dict[str, Any] | None:
+def _rope_scaling(file: GgufFile, keys: _Keys, config: Mapping[str, Any]) -> dict[str, Any] | None:
     if ROPE_FACTORS in file.tensors:
+        shape, pairs = file.tensors[ROPE_FACTORS].shape, config["head_dim"] // 2
+        if shape != (pairs,):
+            raise ConfigError(
+                f"{file.path}: {ROPE_FACTORS} has shape {list(shape)}, expected [{pairs}], one"
+                " factor for each pair of dimensions. Download it again."
+            )
         factors = list(map(float, file.dequantized(ROPE_FACTORS)))
         return {
             "rope_type": "longrope",
             "short_factor": factors,
             "long_factor": factors,
             "attention_factor": 1.0,
-            "original_max_position_embeddings": positions,
+            "original_max_position_embeddings": config["max_position_embeddings"],
         }
     kind = file.metadata.get(f"{file.metadata['general.architecture']}.rope.scaling.type", "none")
+    if not isinstance(kind, str) or kind not in ("none", "linear", "yarn"):
+        raise ConfigError(f"{file.path}: rope.scaling.type {shown(kind)} is not supported.")
     if kind == "none":
         return None
-    if kind not in ("linear", "yarn"):
-        raise ConfigError(f"{file.path}: rope.scaling.type {shown(kind)} is not supported.")
     scaling: dict[str, Any] = {"rope_type": kind, "factor": keys.real("rope.scaling.factor")}
     if kind == "yarn":
         original = keys.number("rope.scaling.original_context_length")

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from forerun.core.errors import ConfigError, first_line, shown
 from forerun.models.gguf.reader import GgufFile
 
@@ -35,7 +37,7 @@ def tokenizer_of(file: GgufFile) -> tuple[Any, dict[str, Any]]:
     parts = _Parts(file)
     model = file.metadata.get("tokenizer.ggml.model")
     makers = {"gpt2": _byte_level, "llama": _sentence_piece}
-    if model not in makers:
+    if not isinstance(model, str) or model not in makers:
         raise ConfigError(
             f"{file.path}: tokenizer {shown(model)} is not supported (gpt2 and llama are); set"
             " tokenizer_path to the folder of the model's tokenizer."
@@ -59,10 +61,12 @@ class _Parts:
     def __init__(self, file: GgufFile) -> None:
         self.file = file
         self.tokens: list[str] = self._list("tokens")
-        types = file.metadata.get("tokenizer.ggml.token_type")
-        self.types = [1] * len(self.tokens) if types is None else list(map(int, types))
-        if len(self.types) != len(self.tokens):
+        types = file.metadata.get("tokenizer.ggml.token_type", np.ones(len(self.tokens), np.int32))
+        if not isinstance(types, np.ndarray) or types.dtype.kind not in "iu":
             raise self.wrong("token_type")
+        if len(types) != len(self.tokens):
+            raise self.wrong("token_type")
+        self.types = list(map(int, types))
 
     def _list(self, key: str) -> list[str]:
         value = self.file.metadata.get(f"tokenizer.ggml.{key}")
