@@ -454,6 +454,20 @@ def test_a_draft_to_begin_with_keeps_its_vocabulary_and_layers(
         initial_vocabulary(tmp_path / "s")
 
 
+def test_drafts_of_other_targets_and_damaged_ones_are_refused(
+    target: FrozenTarget, tmp_path: Path
+) -> None:
+    folder = exported(built(target, "dflash", ids=torch.arange(10, 70)), tmp_path / "z")
+    options = options_of("dflash", initial_draft=str(folder))
+    expected = f"tokens up to {VOCAB}, and the target's vocabulary ends at {VOCAB - 1}"
+    with pytest.raises(ConfigError, match=expected):
+        build_draft(options, target, 0, torch.tensor([1, VOCAB]))
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:2000])
+    with pytest.raises(ConfigError, match=f"{file} cannot be read: .* Download it again"):
+        initial_vocabulary(folder)
+
+
 CANNOT = {
     "gpt-oss": "its attention has sinks or caps its scores",
     "qwen3-next": "it has recurrent layers",

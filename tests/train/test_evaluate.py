@@ -134,7 +134,9 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["--num-prompts", "0"], "--num-prompts must be >= 1, got 0."),
         (["--temperatures", "hot"], "--temperatures must be numbers, '0,1', got 'hot'."),
+        (["--temperatures", ","], "--temperatures must be numbers, '0,1', got ','."),
         (["--temperatures", "-1"], "temperature"),
+        (["--speculative-algorithm", "NGRAM", "--data", ","], "--data names no dataset."),
         (["--target", "t"], "give --draft FOLDER, or --speculative-algorithm"),
         (["--draft", "/nowhere"], "/nowhere is not the folder of a draft"),
     ],

@@ -19,6 +19,7 @@ import pytest
 
 from forerun import LLM, SamplingParams
 from forerun.core.errors import ConfigError, ExecutorError, RequestError
+from forerun.main import run as run_command
 from forerun_train.data.records import DataError
 from forerun_train.regenerate import (
     Answers,
@@ -149,9 +150,10 @@ def test_other_settings_are_refused(tmp_path: Path) -> None:
         Answers(output, Regeneration("u", GREEDY))
     sidecar = tmp_path / "o.jsonl.json"
     assert json.loads(sidecar.read_text())["sampling"]["max_new_tokens"] == 16
-    sidecar.write_text("{")
-    with pytest.raises(ConfigError, match=r"o\.jsonl\.json is damaged"):
-        run(data, output)
+    for damaged in ("{", "[]", "{}"):
+        sidecar.write_text(damaged)
+        with pytest.raises(ConfigError, match=r"o\.jsonl\.json is damaged"):
+            run(data, output)
     sidecar.unlink()
     with pytest.raises(ConfigError, match=r"o\.jsonl exists, and o\.jsonl\.json, which says"):
         run(data, output)
@@ -164,6 +166,28 @@ def test_other_settings_are_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be written"):
         run(data, tmp_path / "file" / "o.jsonl")
+
+
+def test_settings_that_decide_the_answers_stay(tmp_path: Path) -> None:
+    """Of the engine: its weights and dtypes may not change, what only speed depends on may."""
+    output = tmp_path / "o.jsonl"
+    data = prompts(tmp_path / "p.jsonl", [user("a")])
+    run(data, output)
+    with pytest.raises(ConfigError, match=r"was made with quantization None, not 'int8'"):
+        Answers(output, Regeneration("t", GREEDY, {"quantization": "int8"}))
+    speed = {"dtype": "auto", "speculative_algorithm": "NGRAM", "max_total_tokens": 512}
+    Answers(output, Regeneration("t", GREEDY, speed)).close()
+
+
+def test_counts_that_make_no_answers_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, output = prompts(tmp_path / "p.jsonl", [user("a")]), tmp_path / "o.jsonl"
+    for flag, value in (("--max-errors", -1), ("--max-new-tokens", 0)):
+        arguments = ["--data", str(data), "--output", str(output), flag, str(value)]
+        assert run_command(["train", "regenerate", *arguments]) == 2
+        assert f"error: {flag} must be >= {value + 1}, got {value}." in capsys.readouterr().err
+    assert not output.exists()
 
 
 def test_one_process_writes_at_a_time(tmp_path: Path) -> None:

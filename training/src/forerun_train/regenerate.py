@@ -20,6 +20,7 @@ from queue import SimpleQueue
 from typing import Any, Protocol
 
 from forerun import RequestOutput, SamplingParams, __version__
+from forerun.config.engine_config import EngineConfig
 from forerun.core.errors import ConfigError, ExecutorError, RequestError, shown
 from forerun_train.data.records import (
     DataError,
@@ -90,6 +91,9 @@ class Regeneration:
 
 
 FIXED = ("target", "sampling")  # of a sidecar: what a resumed run may not change
+FIXED_ENGINE = (  # and of the engine's settings those that decide which weights compute, and how
+    "tokenizer_path", "load_format", "model_impl", "dtype", "quantization", "kv_cache_dtype",
+)  # fmt: skip
 
 
 def read_prompts(path: str | Path, max_errors: int = 0) -> tuple[list[Prompt], Skipped]:
@@ -164,7 +168,9 @@ class Answers:
                 " beside it; name another output."
             ) from None
         except ValueError:
-            raise ConfigError(f"{self.sidecar} is damaged; name another output.") from None
+            before = None
+        if not isinstance(before, dict) or not isinstance(before.get("engine"), dict):
+            raise ConfigError(f"{self.sidecar} is damaged; name another output.")
         for name, was, now in _differences(before, wanted):
             raise ConfigError(
                 f"{self.path} was made with {name} {shown(was)}, not {shown(now)}; use that again,"
@@ -202,6 +208,12 @@ class Answers:
 
 
 def _differences(before: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterator[Any]:
+    """What may not change and did: (name, what it was, what it is)."""
+    defaults = EngineConfig()
+    for name in FIXED_ENGINE:
+        was, now = (each["engine"].get(name, getattr(defaults, name)) for each in (before, wanted))
+        if was != now:
+            yield name, was, now
     for name in FIXED:
         was, now = before.get(name), wanted[name]
         if isinstance(was, dict) and isinstance(now, dict):

@@ -67,6 +67,8 @@ def evaluate_command(
         sampling.params(temperature)  # refuses what is out of range before anything is loaded
     settings = _settings(target, draft, engine, accept_only)
     names = [name.strip() for name in data.split(",") if name.strip()]
+    if not names:
+        raise ConfigError("--data names no dataset.")
 
     def datasets(llm: Any) -> list[Dataset]:
         tokenizer = need(llm.tokenizer)
@@ -97,9 +99,12 @@ def _settings(
 
 def _numbers(text: str) -> tuple[float, ...]:
     try:
-        return tuple(float(word) for word in text.split(",") if word.strip())
+        numbers = tuple(float(word) for word in text.split(",") if word.strip())
     except ValueError:
-        raise ConfigError(f"--temperatures must be numbers, '0,1', got {text!r}.") from None
+        numbers = ()
+    if not numbers:
+        raise ConfigError(f"--temperatures must be numbers, '0,1', got {text!r}.")
+    return numbers
 
 
 def _run(

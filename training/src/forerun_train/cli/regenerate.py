@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from forerun.cli.counts import check_counts
 from forerun.cli.flags import Values, engine_flags, sampling_flags, with_flags
 from forerun.cli.output import dim
+from forerun.core.errors import ConfigError
 from forerun.core.sampling_params import SamplingParams
 from forerun_train.regenerate import (
     Answers,
@@ -45,8 +46,10 @@ def regenerate_command(
     sampling: Values,
 ) -> None:
     """The target answers prompts. Killed, it goes on where it was with the same command."""
-    check_counts(in_flight=in_flight, limit=limit)
     params = SamplingParams.of({"max_new_tokens": ANSWER_TOKENS, **sampling})
+    check_counts(in_flight=in_flight, limit=limit, max_new_tokens=params.max_new_tokens)
+    if max_errors < 0:
+        raise ConfigError(f"--max-errors must be >= 0, got {max_errors}.")
     prompts, skipped = read_prompts(data, max_errors)
     prompts = prompts[:limit]
     made_with = Regeneration(target or "bundled", params, engine, data)

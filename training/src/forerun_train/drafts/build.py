@@ -25,6 +25,7 @@ from forerun.models.llama import LlamaDecoderLayer
 from forerun.models.qwen2 import Qwen2DecoderLayer
 from forerun.models.qwen3 import Qwen3DecoderLayer
 from forerun.models.registry import model_class
+from forerun.models.safetensors_files import readable
 from forerun_train.drafts.body import DFlashBody
 from forerun_train.drafts.chain import ChainDraft, EagleBody, Family, MtpBody
 from forerun_train.drafts.config import (
@@ -105,6 +106,12 @@ def build_draft(
     wanted, has = options.draft_vocab_size, target.config.vocab_size if ids is None else len(ids)
     if options.initial_draft is not None and wanted not in (None, has):
         raise ConfigError(f"initial_draft has draft_vocab_size {has}, this run {wanted}.")
+    last, end = -1 if ids is None else int(ids.max()), target.config.vocab_size - 1
+    if last > end:
+        raise ConfigError(
+            f"initial_draft has tokens up to {last}, and the target's vocabulary ends at {end}: it"
+            " is the draft of another target."
+        )
     request = Request(options, target, mask_token, DraftVocabulary(target, ids))
     built = BUILDERS[options.kind](request)
     if options.initial_draft is not None:
@@ -264,8 +271,15 @@ def initial_vocabulary(folder: Path) -> Tensor | None:
 
 
 def _tensors(folder: Path) -> dict[str, Tensor]:
-    files = sorted(folder.glob("*.safetensors"))
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+    """
+    Raises:
+        ConfigError: a file is damaged.
+    """
+    out: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with readable(file):
+            out |= load_file(file)
+    return out
 
 
 BUILDERS: Mapping[str, Callable[[Request], BuiltDraft]] = {
