@@ -25,6 +25,7 @@ from forerun.core.errors import ConfigError
 from forerun.llm.bundled import bundled
 from forerun.models.dflash import check_dflash_files
 from forerun_train import hidden_store
+from forerun_train.files import write_tensors
 from forerun_train.toys.word_problems import generate
 from forerun_train.trainer import checkpoint as checkpoint_module
 from forerun_train.trainer import memory
@@ -322,6 +323,26 @@ def test_stored_hidden_states_train_the_same_draft(tmp_path: Path) -> None:
     assert losses(tmp_path / "again") == losses(tmp_path / "online")
     with pytest.raises(ConfigError, match="hidden states of another run: seed was 0 and is 1"):
         run(options(tmp_path / "other", **store, seed=1), word_problems)
+
+
+def test_damaged_hidden_states_are_named(tmp_path: Path) -> None:
+    store = {"hidden_states": str(tmp_path / "states"), "stored_batches": 2, "max_steps": 2}
+    run(options(tmp_path / "a", **store), word_problems)
+    shard = tmp_path / "states" / "batch-00000001-rank-0.safetensors"
+    shard.write_bytes(b"half")
+    with pytest.raises(ConfigError, match=f"{shard} cannot be .* Remove it: the next run makes"):
+        run(options(tmp_path / "b", **store), word_problems)
+
+
+def test_others_may_read_what_is_written(tmp_path: Path) -> None:
+    """As the umask says: a draft may be served by another user."""
+    path = tmp_path / "model.safetensors"
+    before = os.umask(0o022)
+    try:
+        write_tensors(path, {"a": torch.zeros(2)})
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == 0o644
 
 
 def test_stored_hidden_states_need_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

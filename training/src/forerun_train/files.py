@@ -49,7 +49,11 @@ def write_tensors(
     """Writes safetensors, which are on the disk when they have their name."""
     made = path.with_name(f".making-{path.name}")
     stored = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+    made.unlink(missing_ok=True)  # of a process that was killed
+    made.touch()
+    mode = made.stat().st_mode
     save_file(stored, made, None if metadata is None else dict(metadata))
+    made.chmod(mode)  # the library lets only the owner read it, and others may serve a draft
     with made.open("rb") as opened:
         os.fsync(opened.fileno())
     os.replace(made, path)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,12 @@ from safetensors import safe_open
 
 from forerun.core.errors import ConfigError, shown
 from forerun_train.batch import Batch, HiddenStates
-from forerun_train.files import write_tensors, write_text
+from forerun_train.files import disk_errors, write_tensors, write_text
 from forerun_train.hidden_states import GIB, FrozenTarget
 from forerun_train.trainer.options import TrainOptions
 
 META = "store.json"
+MADE_AGAIN = "Remove it: the next run makes it again."
 KEYS = ("input_ids", "loss_mask", "document_ids", "position_ids", "aux", "final")
 
 
@@ -45,16 +47,30 @@ class HiddenStore:
         write_tensors(self.shard(index), values, {"position": json.dumps(position)})
 
     def read(self, index: int) -> Batch:
-        """A batch, on the CPU."""
-        with safe_open(self.shard(index), framework="pt") as file:
+        """A batch, on the CPU.
+
+        Raises:
+            ConfigError: the file is damaged.
+        """
+        with self._open(index) as file:
             ids, labels, documents, positions, aux, final = map(file.get_tensor, KEYS)
         return Batch(ids, labels, documents, positions, HiddenStates(aux, final))
 
     def position(self, index: int) -> dict[str, Any]:
-        """Where the data stood behind a batch."""
-        with safe_open(self.shard(index), framework="pt") as file:
+        """Where the data stood behind a batch.
+
+        Raises:
+            ConfigError: the file is damaged.
+        """
+        with self._open(index) as file:
             found: dict[str, Any] = json.loads(file.metadata()["position"])
         return found
+
+    @contextmanager
+    def _open(self, index: int) -> Iterator[Any]:
+        shard = self.shard(index)
+        with disk_errors(shard, MADE_AGAIN), safe_open(shard, framework="pt") as file:
+            yield file
 
     @property
     def stored(self) -> int:
