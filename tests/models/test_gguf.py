@@ -220,6 +220,16 @@ def test_a_file_as_model_path(tmp_path: Path) -> None:
             assert llm.generate(prompt, params).output_ids == want[0, len(ids) :].tolist()
 
 
+def test_ollamas_files_have_no_suffix(tmp_path: Path) -> None:
+    path = tmp_path / "sha256-0a1b"
+    with_tokenizer(path)
+    with LLM(str(path), dtype="float32", device="cpu", max_total_tokens=512) as llm:
+        assert len(llm.generate("a", {"max_new_tokens": 2, "ignore_eos": True}).output_ids) == 2
+    path.write_text("{}")
+    with pytest.raises(ConfigError, match="is not a folder"):
+        LLM(str(path), device="cpu")
+
+
 def small_with_vocab(path: Path, vocab: int) -> Any:
     return write_gguf(path, family("llama", **{**SIZES, "vocab_size": vocab}), "Q8_0")
 

@@ -21,7 +21,7 @@ from forerun.core.errors import ConfigError, first_line
 from forerun.llm.download_progress import DownloadProgress, progress_bar_class
 from forerun.models.dummy_weights import DUMMY_FORMATS
 from forerun.models.embedding_layout import MODULES
-from forerun.models.gguf.folder import SUFFIX, gguf_folder
+from forerun.models.gguf.folder import gguf_folder, is_gguf
 from forerun.models.safetensors_files import INDEX, SINGLE, shard_names
 
 CONFIG, README = "config.json", "README.md"  # in every request, since the library warns
@@ -125,7 +125,7 @@ def local_model(value: str) -> Path:
         ConfigError: a GGUF file that is broken or not supported.
     """
     path = Path(value).expanduser()
-    return gguf_folder(path) if path.suffix.lower() == SUFFIX and path.exists() else path
+    return gguf_folder(path) if path.exists() and is_gguf(path) else path
 
 
 def parse(setting: str, value: str) -> HubModel | None:

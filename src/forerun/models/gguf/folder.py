@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -15,13 +16,26 @@ from forerun.core.errors import ConfigError, first_line
 from forerun.core.version import __version__
 from forerun.models.gguf import GGUF
 from forerun.models.gguf.config import config_of
-from forerun.models.gguf.reader import GgufFile, read_gguf
+from forerun.models.gguf.reader import MAGIC, GgufFile, read_gguf
 from forerun.models.gguf.tokenizer import tokenizer_of
 from forerun.platform.cache import cache_folder
 
 log = logging.getLogger("forerun")
 
 SUFFIX, TOKENIZER = ".gguf", "tokenizer.json"
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a path that exists is meant as a GGUF file: by its name, or, as Ollama's files have
+    no suffix, by how it begins.
+    """
+    if path.suffix.lower() == SUFFIX:
+        return True
+    try:
+        with path.open("rb") if path.is_file() else io.BytesIO() as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
 
 
 def gguf_folder(file: Path) -> Path:
