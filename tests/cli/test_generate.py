@@ -80,7 +80,7 @@ def test_several_texts_of_a_prompt(forerun) -> None:
         (("hello", "--dtype", "float8"), "dtype must be one of auto, bfloat16, float32"),
         (("hello", "--model-path", "no/such/folder"), "'no/such/folder' is not a folder"),
         (("hello", "--log-level", "loud"), "log_level"),
-        (("hello", "--top-k", "99999999999999999999"), "top_k must be >= 1, or -1"),
+        (("hello", "--top-k", "99999999999999999999"), "top_k must be >= 1, or -1 or 0"),
         (("hello", "--max-new-tokens", "99999999999999999999"), "fit in 32 bits"),
         (("hello", "--context-length", "99999999999999999999"), "fit in 64 bits"),
         (("hello", "--stop", "x" * 5000), "at most 1024 characters"),

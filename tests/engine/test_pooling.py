@@ -284,7 +284,7 @@ def test_invalid_hidden_states_fail_their_request_alone(tmp_path: Path) -> None:
 
 def test_too_long_a_prompt_is_refused_in_words_of_its_own() -> None:
     with golden_llm(context_length=64) as llm:
-        with pytest.raises(RequestError, match=r"65 tokens, over the context length 64; .*trunc"):
+        with pytest.raises(RequestError, match=r"64 tokens, and the input has 65; .*trunc"):
             pooled(llm.engine, [5] * 65, "last")
         request = pooled(llm.engine, [5] * 64, "last")
         run_together(llm.engine, [request])

@@ -34,7 +34,7 @@ def llm() -> Iterator[LLM]:
         ([1] * 200, {"max_new_tokens": 100}, "at most 56"),
         ([1], {"temperature": -1}, "temperature must be >= 0"),
         ([1], {"top_p": 0}, "top_p must be in"),
-        ([1], {"top_k": 0}, "top_k must be >= 1"),
+        ([1], {"top_k": -2}, "top_k must be >= 1"),
         ([1], {"max_new_tokens": -1}, "max_new_tokens must be >= 0"),
         ([1], {"min_new_tokens": 9, "max_new_tokens": 8}, "min_new_tokens must be in"),
         ([1], {"n": 2, "temperature": 0}, "n > 1 with temperature 0"),

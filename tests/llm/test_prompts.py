@@ -71,6 +71,9 @@ def test_tools_reach_the_template() -> None:
     ids, _ = chat_ids(tokenizer(template), [ASK], tools=[function])
     assert tokenizer().decode(ids[0]) == "f|"
     assert rendered([ASK], template) == "|"
+    for tools in ("f", ["f"], {"name": "f"}):
+        with pytest.raises(RequestError, match="tools must be a list of functions"):
+            chat_ids(tokenizer(template), [ASK], tools=tools)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

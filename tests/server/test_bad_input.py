@@ -75,7 +75,8 @@ BODIES: list[tuple[str, Any, str]] = [
         "min_tokens works with",
     ),
     (COMPLETIONS, {"prompt": "x", "stream_options": {"include_usag": True}}, "include_usage"),
-    (COMPLETIONS, {"prompt": "a b " * 40_000}, "the context length"),
+    (COMPLETIONS, {"prompt": "a b " * 40_000}, "maximum context length is 4096"),
+    (COMPLETIONS, {"prompt": "x", "best_of": 3, "n": 2}, "use n > 1 and choose"),
     (COMPLETIONS, {"prompt": "x" * 5_000_000}, "at least"),
     (CHAT, {"messages": []}, "messages is empty"),
     (CHAT, {"messages": [5]}, "messages.0"),
@@ -193,6 +194,28 @@ def test_an_id_that_is_no_text_is_refused(server: LiveServer) -> None:
 def test_a_rid_that_is_no_text_is_refused(server: LiveServer) -> None:
     body = b'{"text": "x", "rid": "\\ud800"}'
     assert "printable" in refused(server.http.post(GENERATE, content=body, headers=JSON))
+
+
+def test_what_changes_nothing_is_accepted(server: LiveServer) -> None:
+    few = {"prompt": "x", "max_tokens": 2, "temperature": 1, "top_k": 0}
+    for body in (few | {"best_of": 2, "n": 2}, few | {"best_of": 1}):
+        assert server.http.post(COMPLETIONS, json=body).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, {"prompt": "x", "max_tokens": 5000}),
+        (COMPLETIONS, {"prompt": [1] * 5000}),
+        (COMPLETIONS, {"prompt": "x" * 5_000_000}),
+        (CHAT, {"messages": [{"role": "user", "content": "a b " * 3000}]}),
+    ],
+)
+def test_too_long_for_the_context(server: LiveServer, path: str, body: dict[str, Any]) -> None:
+    """Clients look for this code, or for these words."""
+    error = server.http.post(path, json=body).json()["error"]
+    assert error["code"] == "context_length_exceeded"
+    assert error["message"].startswith("This model's maximum context length is 4096 tokens")
 
 
 def test_another_content_type_is_refused(server: LiveServer) -> None:

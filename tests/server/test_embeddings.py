@@ -240,9 +240,9 @@ BODIES: list[tuple[str, dict[str, Any], str]] = [
     (EMBEDDINGS, {"input": {"text": "a"}}, "input"),
     (EMBEDDINGS, {"input": ["a"] * 2049}, "input has 2049 items; a request takes 2048"),
     (EMBEDDINGS, {"input": [[1]] * 2049}, "input has 2049 items; a request takes 2048"),
-    (EMBEDDINGS, {"input": [1] * 5000}, "which is over the context length 4096"),
-    (EMBEDDINGS, {"input": "word " * 5000}, "over the context length 4096; shorten it, or set"),
-    (EMBEDDINGS, {"input": "x" * 10**6}, "which is over the context length"),
+    (EMBEDDINGS, {"input": [1] * 5000}, "length is 4096 tokens, and the prompt has 5000"),
+    (EMBEDDINGS, {"input": "word " * 5000}, "and the input has 5001; shorten it, or set"),
+    (EMBEDDINGS, {"input": "x" * 10**6}, "and the prompt has 1000000 characters, at least"),
     (EMBEDDINGS, {"input": [10**9]}, "outside the vocabulary"),
     (EMBEDDINGS, {"input": [-1]}, "outside the vocabulary"),
     (EMBEDDINGS, {"input": "x", "dimensions": 257}, "at most the model's hidden size 256, got 257"),
@@ -305,6 +305,6 @@ def test_another_model_is_not_found(server: LiveServer) -> None:
 @pytest.mark.exhaustive
 def test_a_document_that_does_not_fit(ranking: LiveServer) -> None:
     body = {"query": QUERY, "documents": ["word " * 600]}
-    assert "over the context length 512" in refused(ranking.http.post(RERANK, json=body))
+    assert "maximum context length is 512 tokens" in refused(ranking.http.post(RERANK, json=body))
     shortened = post(ranking, RERANK, **body, truncate_prompt_tokens=-1)
     assert 500 < shortened["usage"]["prompt_tokens"] <= 512

@@ -44,7 +44,7 @@ class Echo:
     def close(self) -> None:
         self.closed = True
 
-    def chat(self, messages: Sequence[Any], sampling_params: SamplingParams) -> Any:
+    def chat(self, messages: Sequence[Any], sampling_params: SamplingParams, *, tools: Any) -> Any:
         with self._lock:
             self._now += 1
             self.most = max(self.most, self._now)
@@ -52,7 +52,7 @@ class Echo:
         time.sleep(0.002)
         with self._lock:
             self._now -= 1
-        text = messages[-1]["content"]
+        text = messages[-1]["content"] + (f" {len(tools)} tools" if tools else "")
         if len(text) > LIMIT:
             raise RequestError(f"the prompt has {len(text)} characters")
         kind = "length" if text == "long" else "stop"
@@ -96,17 +96,20 @@ def test_turns_are_answered_in_order(tmp_path: Path) -> None:
             {"messages": [system, *user("a")["messages"]], "id": "3"},
             {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "x"}],
              "id": "4"},
+            user("a", id="5", tools=[{"type": "function", "function": {"name": "f"}}]),
         ],
     )  # fmt: skip
     counts = run(data, tmp_path / "o.jsonl")
-    first, second, third, fourth = lines(tmp_path / "o.jsonl")
+    first, second, third, fourth, fifth = lines(tmp_path / "o.jsonl")
     assert [m["content"] for m in first["messages"]] == ["a", "1 a", "b", "3 b"]
     assert first["finish_reasons"] == ["stop", "stop"] and first["topic"] == "t"
     assert [m["content"] for m in second["messages"]] == ["long", "1 long"]
     assert second["truncated"] and "truncated" not in first
     assert [m["role"] for m in third["messages"]] == ["system", "user", "assistant"]
     assert [m["content"] for m in fourth["messages"]] == ["a", "1 a"]
-    assert (counts.answered, counts.tokens, counts.refused) == (4, 15, 0)
+    assert fifth["messages"][1]["content"] == "1 a 1 tools"
+    assert fifth["tools"][0]["function"]["name"] == "f" and "tools" not in first
+    assert (counts.answered, counts.tokens, counts.refused) == (5, 18, 0)
 
 
 def test_many_are_asked_at_once_and_each_has_its_seed(tmp_path: Path) -> None:

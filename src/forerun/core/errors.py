@@ -28,6 +28,15 @@ class RequestError(ForerunError, ValueError):
     """A request that cannot be served; raised before it is queued."""
 
 
+class ContextLengthError(RequestError):
+    """A prompt, with the output that it asks for, is over the context length."""
+
+    @classmethod
+    def of(cls, length: int, how: str) -> ContextLengthError:
+        """The error with its first words, for which clients of OpenAI's API look."""
+        return cls(f"This model's maximum context length is {length} tokens{how}")
+
+
 class BusyError(RequestError):
     """A request that cannot be served now; the same may be a little later. HTTP 503."""
 

@@ -155,6 +155,7 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: Params | Sequence[Params] | None = None,
         *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool | None = None,
@@ -163,7 +164,8 @@ class LLM:
     ) -> Any:
         """Answers one conversation or many, `[{"role": ..., "content": ...}, ...]`.
 
-        Content is text, or a list of text parts, `[{"type": "text", "text": ...}, ...]`.
+        Content is text, or a list of text parts, `[{"type": "text", "text": ...}, ...]`. `tools`
+        are functions that may be called, in OpenAI's form; calls are text, as the model wrote them.
         `chat_template_kwargs` are variables of the model's chat template, for example
         `{"enable_thinking": False}`. Takes `options`, returns and raises as `generate` does.
 
@@ -174,7 +176,7 @@ class LLM:
         self._loop.check_open()
         ending = Ending.of(add_generation_prompt, continue_final_message)
         tokenizer = self._need_tokenizer("chat")
-        ids, single = chat_ids(tokenizer, messages, chat_template_kwargs, ending=ending)
+        ids, single = chat_ids(tokenizer, messages, chat_template_kwargs, tools, ending=ending)
         return self._run(ids, single, sampling_params, stream, options)
 
     # --- embeddings and scores ------------------------------------------------------------------
@@ -378,5 +380,6 @@ def _refuse_all_but(known: Sequence[str], keywords: Mapping[str, Any], call: str
 
 _KEYWORDS = (
     "prompts", "messages", "sampling_params", "input_ids", "chat_template_kwargs", "stream",
-    "add_generation_prompt", "continue_final_message", *LOGPROB_KEYWORDS, *SCHEDULING_KEYWORDS,
+    "tools", "add_generation_prompt", "continue_final_message", *LOGPROB_KEYWORDS,
+    *SCHEDULING_KEYWORDS,
 )  # fmt: skip

@@ -138,7 +138,7 @@ def chat_ids(
     single = not isinstance(messages[0], list | tuple)
     conversations = [messages] if single else messages
     if tools:
-        variables["tools"] = list(tools)
+        variables["tools"] = _functions(tools)
     if not ending.generation_prompt:
         variables["add_generation_prompt"] = False
     texts = [chat_text(tokenizer, c, variables, ending.continues) for c in conversations]
@@ -146,6 +146,14 @@ def chat_ids(
         for text in texts:
             check_text(text)
     return [encode(tokenizer, text, add_special_tokens=False) for text in texts], single
+
+
+def _functions(tools: Any) -> list[Any]:
+    """Tools as a template gets them."""
+    if not isinstance(tools, list | tuple) or not all(isinstance(t, Mapping) for t in tools):
+        example = '[{"type": "function", "function": {"name": ...}}]'
+        raise RequestError(f"tools must be a list of functions, {example}, got {shown(tools)}.")
+    return list(tools)
 
 
 def _template_variables(tokenizer: Any, given: Any) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from forerun.core.errors import InternalError, RequestError
+from forerun.core.errors import ContextLengthError, InternalError, RequestError
 from forerun.core.logprobs import TokenLogprobs
 from forerun.core.plan import (
     Admission,
@@ -99,29 +99,30 @@ def check_fits(request: Request, limits: Limits, num_pages: int) -> None:
     Raises:
         RequestError: it exceeds the context length or the K/V pool.
     """
+    _check_length(request, limits, num_pages)
     prompt, new = len(request.prompt), request.params.max_new_tokens
-    if prompt + new > limits.context_length:
-        room = limits.context_length - prompt
-        if request.pooling is not None:
-            raise RequestError(
-                f"The input has {prompt} tokens, over the context length {limits.context_length};"
-                " shorten it, or set truncate_prompt_tokens."
-            )
-        if room <= 0:
-            raise RequestError(
-                f"The prompt has {prompt} tokens, and the context length is"
-                f" {limits.context_length}, output included; shorten the prompt."
-            )
-        raise RequestError(
-            f"The prompt has {prompt} tokens and max_new_tokens is {new}, together over the"
-            f" context length {limits.context_length}; max_new_tokens can be at most {room}."
-        )
     need = limits.pages(prompt + new + limits.overshoot)
     if need > num_pages:
         raise RequestError(
             f"The request needs {need} K/V pages and the pool has {num_pages}; lower"
             " max_new_tokens or raise max_total_tokens."
         )
+
+
+def _check_length(request: Request, limits: Limits, num_pages: int) -> None:
+    prompt, new = len(request.prompt), request.params.max_new_tokens
+    length = limits.context_length
+    if prompt + new <= length:
+        return
+    if request.pooling is not None:
+        how = f", and the input has {prompt}; shorten it, or set truncate_prompt_tokens."
+        raise ContextLengthError.of(length, how)
+    room = min(length, num_pages * limits.page_size - limits.overshoot) - prompt
+    if room <= 0:
+        how = f", output included, and the prompt has {prompt}; shorten the prompt."
+        raise ContextLengthError.of(length, how)
+    how = f", and the prompt has {prompt}; max_new_tokens can be at most {room}, got {new}."
+    raise ContextLengthError.of(length, how)
 
 
 class Scheduler:

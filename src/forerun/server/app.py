@@ -16,7 +16,7 @@ from starlette.routing import Match
 from starlette.types import ASGIApp, Scope
 
 from forerun import __version__
-from forerun.core.errors import RequestError, nearest, shown
+from forerun.core.errors import ContextLengthError, RequestError, nearest, shown
 from forerun.server.anthropic.errors import SpeakAnthropic
 from forerun.server.anthropic.messages import messages_router
 from forerun.server.batches.api import batches_router
@@ -151,7 +151,8 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(RequestError)
     async def request_error(request: Request, error: RequestError) -> Response:
-        return ApiError(400, str(error)).response()
+        code = "context_length_exceeded" if isinstance(error, ContextLengthError) else None
+        return ApiError(400, str(error), code=code).response()
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 from uuid import uuid4
 
-from forerun.core.errors import RequestError, shown
+from forerun.core.errors import ContextLengthError, RequestError, shown
 from forerun.core.scheduling_params import SchedulingParams
 from forerun.llm.output import RequestOutput
 from forerun.llm.pooling import Embedder, most_tokens
@@ -138,10 +138,8 @@ class Service:
         longest = self.max_prompt_tokens
         for prompt in prompts:
             if isinstance(prompt, list) and len(prompt) > longest:
-                raise RequestError(
-                    f"The prompt has {len(prompt)} tokens, which is over the context length"
-                    f" {longest}; shorten it."
-                )
+                how = f", and the prompt has {len(prompt)}; shorten it."
+                raise ContextLengthError.of(longest, how)
 
     async def start(self, prompts: Sequence[Prompt], stream: bool) -> Call:
         """Starts all generations of a request, or none, once their grammars are compiled.

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
-from forerun.core.errors import RequestError, shown
+from forerun.core.errors import ContextLengthError, RequestError, shown
 from forerun.llm.prompts import AT_ANSWER, Ending, chat_ids, text_ids
 from forerun.llm.text import detokenize, text_ends
 from forerun.llm.token_bytes import TokenBytes
@@ -160,10 +160,8 @@ class TextService:
     def _check_length(self, characters: int, max_tokens: int) -> None:
         least = characters // self._longest_token
         if least > max_tokens:
-            raise RequestError(
-                f"The prompt has {characters} characters, at least {least} tokens, which is over"
-                f" the context length {max_tokens}; shorten it."
-            )
+            how = f", and the prompt has {characters} characters, at least {least} tokens"
+            raise ContextLengthError.of(max_tokens, f"{how}; shorten it.")
 
     def _need(self, what: str) -> Any:
         if self.tokenizer is None:

@@ -40,7 +40,9 @@ SEEDS = 2**63  # seeds of answers are below
 class Chat(Protocol):
     """What is needed of `forerun.LLM`: any thread may ask, and all requests run in one batch."""
 
-    def chat(self, messages: Sequence[Message], sampling_params: SamplingParams) -> Any: ...
+    def chat(
+        self, messages: Sequence[Message], sampling_params: SamplingParams, *, tools: Any
+    ) -> Any: ...
     def close(self) -> None: ...
 
 
@@ -242,7 +244,8 @@ def answer(llm: Chat, prompt: Prompt, sampling: SamplingParams) -> tuple[dict[st
         if turn["role"] not in ("user", "tool") or (following and following[0]["role"] == "tool"):
             continue
         seed = (base * 1_000_003 + prompt.key + at) % SEEDS
-        output: RequestOutput = llm.chat(messages, replace(sampling, sampling_seed=seed))
+        params = replace(sampling, sampling_seed=seed)
+        output: RequestOutput = llm.chat(messages, params, tools=record.tools)
         if output.error is not None:
             raise ExecutorError(output.error)
         tokens += len(output.output_ids)
@@ -253,6 +256,8 @@ def answer(llm: Chat, prompt: Prompt, sampling: SamplingParams) -> tuple[dict[st
         if truncated:
             break
     line: dict[str, Any] = {"id": prompt.id, "messages": messages, "finish_reasons": reasons}
+    if record.tools is not None:
+        line["tools"] = record.tools
     if record.topic is not None:
         line["topic"] = record.topic
     if truncated:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import os
@@ -29,10 +28,10 @@ def is_gguf(path: Path) -> bool:
     """Whether a path that exists is meant as a GGUF file: by its name, or, as Ollama's files have
     no suffix, by how it begins.
     """
-    if path.suffix.lower() == SUFFIX:
-        return True
+    if path.suffix.lower() == SUFFIX or not path.is_file():
+        return path.suffix.lower() == SUFFIX
     try:
-        with path.open("rb") if path.is_file() else io.BytesIO() as file:
+        with path.open("rb") as file:
             return file.read(len(MAGIC)) == MAGIC
     except OSError:
         return False

@@ -59,7 +59,7 @@ UNSUPPORTED: Unsupported = {
     "audio": ((), _TEXT_ONLY),
     "prediction": ((), "drafts come from the engine's own algorithm; leave it out"),
     "web_search_options": ((), "there is no web search"),
-    "best_of": ((1,), "use n > 1 and choose"),
+    "best_of": ((), "use n > 1 and choose"),
     "suffix": (("",), "text cannot be inserted; put everything into the prompt"),
 }
 
@@ -146,7 +146,7 @@ def in_openais_names(error: RequestError, limit: str = MAX_TOKENS) -> RequestErr
     """
     names = {**_OPENAIS, "max_new_tokens": limit}
     ours = "|".join(names)
-    return RequestError(re.sub(rf"\b({ours})\b", lambda found: names[found[0]], str(error)))
+    return type(error)(re.sub(rf"\b({ours})\b", lambda found: names[found[0]], str(error)))
 
 
 def refuse_invalid(value: Any, as_params: Callable[[Any], Mapping[str, Any]]) -> None:
@@ -284,6 +284,14 @@ class CompletionRequest(_Common):
     def texts(self) -> list[str]:
         """Prompts that are text."""
         return [self.prompt] if isinstance(self.prompt, str) else list(map(str, self.prompt))
+
+    @model_validator(mode="before")
+    @classmethod
+    def _best_of_all(cls, data: Any) -> Any:
+        """The best n of n are all of them."""
+        if isinstance(data, dict) and data.get("best_of") == (data.get("n") or 1):
+            return {name: value for name, value in data.items() if name != "best_of"}
+        return data
 
     @model_validator(mode="after")
     def _prompts_given(self) -> CompletionRequest:

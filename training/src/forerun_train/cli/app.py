@@ -28,5 +28,5 @@ def build(chosen: str | None = None) -> typer.Typer:
         else:
             from forerun_train.cli.draft import command
 
-            app.command(name, help=f"Train a {name} draft.")(command(name))
+            app.command(name, help=f"Train a draft of the kind {name}.")(command(name))
     return app
