@@ -155,7 +155,9 @@ def test_an_end_in_the_middle_of_a_checkpoint(
     assert losses(ended) == losses(whole)
     assert not (ended / "checkpoints" / ".making").exists()
     damaged = ended / "checkpoints" / "step-00000008"
-    for name, text in (("model.safetensors", "half"), ("state.json", "{")):
+    for name, text in (
+        ("model.safetensors", "half"), ("state.json", "{"), ("state.json", '{"step": 8}'),
+    ):  # fmt: skip
         (damaged / name).write_text(text)
         with pytest.raises(ConfigError, match=r"Remove .*step-00000008, and --resume goes on"):
             run(options(ended, resume=True), word_problems)
@@ -332,6 +334,9 @@ def test_damaged_hidden_states_are_named(tmp_path: Path) -> None:
     shard.write_bytes(b"half")
     with pytest.raises(ConfigError, match=f"{shard} cannot be .* Remove it: the next run makes"):
         run(options(tmp_path / "b", **store), word_problems)
+    (tmp_path / "states" / "store.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"store\.json is damaged\. Remove it"):
+        run(options(tmp_path / "c", **store), word_problems)
 
 
 def test_others_may_read_what_is_written(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,22 @@ def disk_errors(folder: Path, advice: str) -> Iterator[None]:
         raise ConfigError(
             f"{folder} cannot be written or read: {first_line(error)}. {advice}"
         ) from error
+
+
+def read_object(path: Path, keys: Collection[str], advice: str) -> dict[str, Any]:
+    """An object that was written as JSON, which has these keys.
+
+    Raises:
+        ConfigError: the file is damaged.
+        OSError: it cannot be read.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict) or not found.keys() >= set(keys):
+        raise ConfigError(f"{path} is damaged. {advice}")
+    return found
 
 
 def write_text(path: Path, text: str) -> None:

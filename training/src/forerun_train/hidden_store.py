@@ -19,7 +19,7 @@ from safetensors import safe_open
 
 from forerun.core.errors import ConfigError, shown
 from forerun_train.batch import Batch, HiddenStates
-from forerun_train.files import disk_errors, write_tensors, write_text
+from forerun_train.files import disk_errors, read_object, write_tensors, write_text
 from forerun_train.hidden_states import GIB, FrozenTarget
 from forerun_train.trainer.options import TrainOptions
 
@@ -167,7 +167,7 @@ def open_store(plan: StorePlan, stream: Any) -> HiddenStore:
 def _check_same(folder: Path, plan: StorePlan) -> None:
     if not (folder / META).exists():
         return
-    stored, now = json.loads((folder / META).read_text()), plan.description()
+    stored, now = read_object(folder / META, (), MADE_AGAIN), plan.description()
     for name, value in now.items():
         if stored.get(name) != value:
             raise ConfigError(

@@ -32,7 +32,7 @@ from forerun_train.data.records import (
     parse_prompt,
     raw_lines,
 )
-from forerun_train.files import write_text
+from forerun_train.files import read_object, write_text
 
 SEEDS = 2**63  # seeds of answers are below
 
@@ -163,16 +163,12 @@ class Answers:
 
     def _check(self, wanted: Mapping[str, Any]) -> None:
         try:
-            before = json.loads(self.sidecar.read_text(encoding="utf-8"))
+            before = read_object(self.sidecar, (*FIXED, "engine"), "Name another output.")
         except FileNotFoundError:
             raise ConfigError(
                 f"{self.path} exists, and {self.sidecar.name}, which says how it was made, is not"
                 " beside it; name another output."
             ) from None
-        except ValueError:
-            before = None
-        if not isinstance(before, dict) or not isinstance(before.get("engine"), dict):
-            raise ConfigError(f"{self.sidecar} is damaged; name another output.")
         for name, was, now in _differences(before, wanted):
             raise ConfigError(
                 f"{self.path} was made with {name} {shown(was)}, not {shown(now)}; use that again,"

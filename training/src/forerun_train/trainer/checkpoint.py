@@ -17,12 +17,19 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from forerun.core.errors import ConfigError, shown
-from forerun_train.files import disk_errors, replace_folder, write_tensors, write_text
+from forerun_train.files import (
+    disk_errors,
+    read_object,
+    replace_folder,
+    write_tensors,
+    write_text,
+)
 from forerun_train.trainer.distributed import Ranks, divided_as, whole, whole_parameters
 from forerun_train.trainer.optimizer import Optimizers
 
 KEPT = 2  # the newest checkpoints
 MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+KEPT_STATE = ("settings", "contents", "data", "progress", "best")  # of a run
 MAKING = ".making"  # has no name yet
 FALL_BACK = "Remove {}, and --resume goes on from the checkpoint before."
 
@@ -46,7 +53,7 @@ class Checkpoints:
     ) -> None:
         """Writes a checkpoint and removes old ones; every rank must call it.
 
-        `state`: what JSON can hold.
+        `state`: what JSON can hold, by `KEPT_STATE`.
         """
         parameters, moments = whole_parameters(model), optimizer_tensors(optimizers)
         if not self._ranks.first:
@@ -81,11 +88,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     Raises:
         ConfigError: the file is damaged.
     """
-    try:
-        state: dict[str, Any] = json.loads((folder / STATE).read_text())
-    except ValueError:
-        raise ConfigError(f"{folder / STATE} is damaged. {FALL_BACK.format(folder)}") from None
-    return state
+    return read_object(folder / STATE, ("step", *KEPT_STATE), FALL_BACK.format(folder))
 
 
 def check_same_settings(stored: Mapping[str, Any], now: Mapping[str, Any]) -> None:
