@@ -199,6 +199,8 @@ class Faulty(Toy):
             "meta": Draft(draft.tokens.to("meta")),
             "sparse": Draft(draft.tokens.to_sparse()),
         }
+        if self.fault == "exit":
+            raise SystemExit(3)
         if self.fault not in wrong:
             raise ZeroDivisionError("somebody else's bug")
         return wrong[self.fault]

@@ -72,7 +72,9 @@ def test_output_equals_plain_decoding(
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("fault", ["raise", "shape", "dtype", "kind", "tree", "meta", "sparse"])
+@pytest.mark.parametrize(
+    "fault", ["raise", "exit", "shape", "dtype", "kind", "tree", "meta", "sparse"]
+)
 @pytest.mark.parametrize("fallback", [False, True])
 def test_an_algorithm_that_fails(
     fault: str, fallback: bool, plain: list[list[list[int]]], monkeypatch: pytest.MonkeyPatch
@@ -143,6 +145,23 @@ def test_confidences_are_checked(given: Any) -> None:
         assert got.confidence is given and torch.equal(got.tokens, drafts)
     else:
         assert got.confidence is None and "confidence" in str(safe.take_error())
+
+
+@pytest.mark.parametrize(
+    "given",
+    [None, [[1]], torch.zeros(3), torch.zeros(2, 3, 4), torch.zeros(2, 3, 0, dtype=torch.int64)],
+)
+def test_row_layouts_are_checked(given: Any) -> None:
+    """What counts them runs outside of the algorithm's methods, and would end every request."""
+
+    class Layouts(Toy):
+        def propose_row_layouts(self, step: ProposeInput) -> Any:
+            return given
+
+    step: Any = SimpleNamespace(slots=torch.arange(3))
+    safe = SafeAlgorithm(Layouts(), trees=False)
+    assert safe.propose_row_layouts(step) is None
+    assert "must return [2, 3, D] torch.int64 on cpu, got" in str(safe.take_error())
 
 
 def test_a_traceback_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:

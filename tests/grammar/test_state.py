@@ -60,6 +60,17 @@ def masks(
     return [ALL if row < 0 else allowed(bitmask[row]) for row in rows]
 
 
+def test_ids_outside_the_vocabulary_are_no_drafts(capfd: pytest.CaptureFixture[str]) -> None:
+    """The library would write a warning for each, and read some as others: ids of 32 bits."""
+    state = state_of(GRAMMARS[0])
+    right = min(masks(state, [])[0])
+    allowed_after = masks(state, [right])
+    first = masks(state, [])
+    for wrong in (-1, VOCAB_SIZE, 10**9, right + 2**32, 2**62):
+        assert masks(state, [wrong, right], [0, 0]) == [first[0], ALL, allowed_after[1]]
+    assert capfd.readouterr().err == ""
+
+
 @examples(60)
 @given(st.sampled_from(GRAMMARS), st.integers(0, 2**32), st.booleans())
 def test_walks_equal_a_fresh_matcher(grammar: Grammar, seed: int, tree: bool) -> None:

@@ -61,9 +61,12 @@ CLASSES: list[tuple[Any, str]] = [
     (option(name="speculative_fallback"), "is a setting of the engine"),
     (option(type=list), "it can be int, float, str or bool"),
     (option(type="int"), "it can be int, float, str or bool"),
-    (option(default="3"), "has the default '3', which is not int"),
-    (option(type=float, default="0.5"), "which is not float"),
-    (option(type=bool, default=None), "has the default None, which is not bool"),
+    (option(default="3"), "has a wrong default: it must be an integer, got '3'"),
+    (option(default=True), "has a wrong default: it must be an integer, got True"),
+    (option(type=float, default="0.5"), "has a wrong default: it must be a number"),
+    (option(type=float, default=float("nan")), "has a wrong default: it must be finite, got nan"),
+    (option(type=bool, default=None), "has a wrong default: it must be true or false, got None"),
+    (option(help=3), "has the help 3; it must be text"),
 ]
 
 
@@ -101,6 +104,7 @@ CAPS: list[tuple[dict[str, Any], str]] = [
     ({"num_drafts": 5, "kv_reserve": 5}, "kv_reserve must be num_drafts + 1 = 6 or more, got 5"),
     ({"kv_reserve": 0}, "kv_reserve must be num_drafts + 1 = 1 or more, got 0"),
     ({"kv_reserve": "many"}, "kv_reserve must be num_drafts + 1"),
+    ({"kv_reserve": 10**9}, f"kv_reserve must be {TARGET.max_position} or less"),
     ({"prefix_lookahead": 1.5}, "prefix_lookahead must be 0 or more, got 1.5"),
     ({"prefix_lookahead": -1}, "prefix_lookahead must be 0 or more, got -1"),
     ({"verify_mask": Mask.BLOCK}, "verify_mask must be"),
@@ -176,6 +180,44 @@ def test_a_failing_resolve_is_a_one_line_error(monkeypatch: pytest.MonkeyPatch) 
     assert kept.value is own
 
 
+def test_a_method_that_compares_row_layouts_is_needed() -> None:
+    caps = replace(Toy.caps, other_row_layout="speculative_draft_layout fill-in")
+    arguments: Any = (None, TARGET, torch.float32)
+    with pytest.raises(ConfigError, match="other_row_layout needs a method propose_row_layouts"):
+        resolve_caps(with_member("caps", caps)(), *arguments)
+    compares = type("Both", (with_member("caps", caps),), {"propose_row_layouts": Toy.propose})
+    assert resolve_caps(compares(), *arguments) is caps
+
+
+@pytest.mark.parametrize(
+    "method", ["__init__", "load", "create_future_map", "supports_target_verify_for_draft"]
+)
+@pytest.mark.parametrize("error", [KeyError("phrase"), SystemExit(3)])
+def test_a_failing_start_is_a_one_line_error(
+    method: str, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(self: Toy, *context: Any) -> Any:
+        raise error
+
+    register_toys()
+    monkeypatch.setattr(TOYS["TOY-LEARNER"], method, fails)
+    with pytest.raises(ConfigError) as refused:
+        golden_llm("TOY-LEARNER")
+    where = "Learner" if method == "__init__" else f"Learner.{method}"
+    assert str(refused.value).startswith(f"{where} failed: {type(error).__name__}: {error}. Report")
+    assert refused.value.__cause__ is error
+
+
+def test_lack_of_memory_at_start_says_what_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(self: Toy, context: Any) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    register_toys()
+    monkeypatch.setattr(TOYS["TOY-LEARNER"], "load", fails)
+    with pytest.raises(ConfigError, match="cpu ran out of memory for the weights: "):
+        golden_llm("TOY-LEARNER")
+
+
 CONTEXT = SlotContext(5, 16, 64, torch.device("cpu"))
 
 
@@ -183,6 +225,8 @@ CONTEXT = SlotContext(5, 16, 64, torch.device("cpu"))
     ("state", "says"),
     [
         ({"x": torch.zeros(5)}, "must return a SlotState"),
+        ({"x": torch.zeros(5, 99)}, "must return a SlotState"),
+        (SlotState([torch.zeros(5)]), "SlotState takes a dictionary of names and tensors"),  # type: ignore[arg-type]
         (SlotState({"x": torch.zeros(4, 2)}), r"'x' must be a dense tensor \[5, ...\] .* \[4, 2\]"),
         (SlotState({"x": torch.zeros(())}), r"'x' must be a dense tensor \[5, ...\] .* got \[\] "),
         (SlotState({"x": [0] * 5}), "'x' must be a dense tensor .* got list"),  # type: ignore[dict-item]

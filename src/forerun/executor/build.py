@@ -54,7 +54,7 @@ from forerun.models.stop_ids import tokenizer_folder, union
 from forerun.platform.device import dtype_name, running_on
 from forerun.platform.progress import progress
 from forerun.speculative.base import DraftContext, SlotContext, SpeculativeAlgorithm, TargetHandle
-from forerun.speculative.check import slot_tensors
+from forerun.speculative.check import one_line_error, slot_tensors
 from forerun.speculative.ragged.estimator import Estimator
 from forerun.speculative.registry import get_algorithm
 from forerun.speculative.simulate import SimulatedAcceptance, accept_lengths
@@ -79,7 +79,9 @@ def build_executor(
     Raises:
         ConfigError: invalid settings or checkpoint, or not enough memory.
     """
-    algorithm = get_algorithm(config.speculative_algorithm)()
+    algorithm_class = get_algorithm(config.speculative_algorithm)
+    with one_line_error(algorithm_class):
+        algorithm = algorithm_class()
     assert comm.size == config.tp_size, "`start_executor` starts the ranks"
     settings = resolve(config, model_path, algorithm, overlap_depth, comm)
     if settings.device.type == "cuda":
@@ -185,27 +187,31 @@ class _Builder:
                     allocate=False,
                 )
                 model = load_target_at(place, model_path, load_format, positions, settings.kv_dtype)
-            self.algorithm.load(
-                DraftContext(
-                    config=settings.config,
-                    caps=settings.caps,
-                    target=TargetHandle(
-                        settings.target,
-                        model.embed,
-                        model.embedding_rows,
-                        model.compute_logits,
-                        model.compute_argmax,
-                        model.head_logits,
-                    ),
-                    device=settings.device,
-                    dtype=settings.dtype,
-                    max_positions=positions,
-                    max_running_requests=settings.limits.slots,
-                    comm=self._draft_comm,
-                    keeps_float32=settings.keeps_float32,
-                )
-            )
+            self._load_draft(model)
         return model
+
+    def _load_draft(self, model: CausalLM) -> None:
+        settings = self.settings
+        context = DraftContext(
+            config=settings.config,
+            caps=settings.caps,
+            target=TargetHandle(
+                settings.target,
+                model.embed,
+                model.embedding_rows,
+                model.compute_logits,
+                model.compute_argmax,
+                model.head_logits,
+            ),
+            device=settings.device,
+            dtype=settings.dtype,
+            max_positions=settings.limits.max_positions,
+            max_running_requests=settings.limits.slots,
+            comm=self._draft_comm,
+            keeps_float32=settings.keeps_float32,
+        )
+        with one_line_error(type(self.algorithm), ".load"):
+            self.algorithm.load(context)
 
     @property
     def _draft_comm(self) -> Communicator:

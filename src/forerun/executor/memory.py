@@ -29,7 +29,7 @@ from forerun.executor.graphs.cuda import CudaGraphSteps
 from forerun.executor.step.inputs import dummy_chunks
 from forerun.kernels.gemm.dispatch import LARGE_M
 from forerun.kvcache.layouts import ModelLayout
-from forerun.platform.device import memory
+from forerun.platform.device import is_out_of_memory, memory
 
 MAX_CPU_KV_BYTES = 4 << 30  # main memory is shared with other processes
 # Of a prompt, of what it shares with others, and two of a text that is generated.
@@ -405,7 +405,7 @@ class MemoryLog:
         try:
             yield
         except (MemoryError, RuntimeError) as error:
-            if not _is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
             raise ConfigError(
                 f"{self.device} ran out of memory for the {name}: {free / GIB:.1f} of"
@@ -426,11 +426,3 @@ class MemoryLog:
             "activations": profiled.activations,
             "free": _free(self.device),
         }
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    """PyTorch, its libraries, Triton and the host allocator report it in different ways."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    words = str(error).lower()
-    return any(sign in words for sign in ("out of memory", "alloc_failed", "can't allocate memory"))

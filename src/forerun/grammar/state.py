@@ -151,7 +151,7 @@ class GrammarState:
         """Masks along the drafted paths.
 
         Args:
-            candidates: of every draft, its token; -1: it cannot be accepted.
+            candidates: of every draft, its token; one outside the vocabulary cannot be accepted.
             parents: of every draft, its parent's node, an earlier one; None: a chain.
             bitmask: [rows, words] int32 on the host; rows from `first` on are filled.
 
@@ -184,7 +184,7 @@ class GrammarState:
         matcher = self.matcher
         children: list[list[int]] = [[] for _ in range(len(candidates) + 1)]
         for draft, token in enumerate(candidates):
-            if token >= 0:
+            if 0 <= token < self.vocab_size:
                 children[draft if parents is None else parents[draft]].append(draft + 1)
         pending, depth = [(0, 0)], 0
         try:

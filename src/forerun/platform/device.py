@@ -144,6 +144,14 @@ def memory(device: torch.device) -> tuple[int, int]:
     return free, total
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """PyTorch, its libraries, Triton and the host allocator report it in different ways."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    words = str(error).lower()
+    return any(sign in words for sign in ("out of memory", "alloc_failed", "can't allocate memory"))
+
+
 def upload(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copies a host tensor to `device`; to a GPU from pinned memory, asynchronously."""
     if device.type != "cuda":

@@ -8,7 +8,8 @@ from __future__ import annotations
 import inspect
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -16,9 +17,11 @@ from torch import Tensor
 from forerun.attention.base import LayerMask, Mask
 from forerun.config.engine_config import EngineConfig
 from forerun.config.model_config import ModelConfig
-from forerun.core.errors import ConfigError
+from forerun.core.checks import of_type
+from forerun.core.errors import ConfigError, ForerunError, first_line, shown
 from forerun.kernels.speculation.tree import MAX_NODES
 from forerun.kvcache.layouts import DenseKV, ModelLayout
+from forerun.platform.device import is_out_of_memory
 from forerun.speculative.base import (
     Option,
     SlotContext,
@@ -70,10 +73,13 @@ def _why_not_flag(option: Option, known: Option) -> str | None:
         return "is a setting of the engine; choose another name"
     if option.type not in _OPTION_TYPES:
         return f"is of type {option.type!r}; it can be int, float, str or bool"
-    kinds = (int, float) if option.type is float else option.type
-    optional = option.default is None and option.type is not bool
-    if not (optional or isinstance(option.default, kinds)):
-        return f"has the default {option.default!r}, which is not {option.type.__name__}"
+    if not isinstance(option.help, str):
+        return f"has the help {shown(option.help)}; it must be text"
+    if option.default is not None or option.type is bool:
+        try:
+            of_type(option.type, "it", option.default, ConfigError)
+        except ConfigError as error:
+            return f"has a wrong default: {str(error).removesuffix('.')}"
     if option != known:
         return "is declared by another algorithm too, and differently; choose another name"
     return None
@@ -87,19 +93,38 @@ def resolve_caps(
     Raises:
         ConfigError: raised by `resolve`; or `resolve` failed, or its result is invalid.
     """
-    name = type(algorithm).__name__
-    try:
+    cls = type(algorithm)
+    with one_line_error(cls, ".resolve"):
         caps = algorithm.resolve(config, target, dtype)
-    except ConfigError:
-        raise
-    except Exception as error:  # a plugin's code may raise anything
-        log.debug("%s.resolve failed", name, exc_info=error)
+    check_caps(cls.__name__, caps, target)
+    missing = SpeculativeAlgorithm.propose_row_layouts
+    if caps.other_row_layout is not None and cls.propose_row_layouts is missing:
         raise ConfigError(
-            f"{name}.resolve failed: {type(error).__name__}: {error}. Report it to its author, or"
-            " use another speculative_algorithm."
-        ) from error
-    check_caps(name, caps, target)
+            f"{cls.__name__}.resolve: other_row_layout needs a method propose_row_layouts; define"
+            " it, or leave the field out."
+        )
     return caps
+
+
+@contextmanager
+def one_line_error(cls: type[SpeculativeAlgorithm], method: str = "") -> Iterator[None]:
+    """Calls a method of an algorithm at start, or its constructor. A plugin may raise anything.
+
+    Raises:
+        ConfigError: names class, method and exception. Errors of Forerun and lack of memory are
+            passed on as they are.
+    """
+    name = f"{cls.__name__}{method}"
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        if isinstance(error, ForerunError) or is_out_of_memory(error):
+            raise
+        log.debug("%s failed", name, exc_info=error)
+        raise ConfigError(
+            f"{name} failed: {type(error).__name__}: {first_line(error)}. Report it to its author,"
+            " or use another speculative_algorithm."
+        ) from error
 
 
 def check_caps(name: str, caps: object, target: ModelConfig) -> None:
@@ -109,7 +134,7 @@ def check_caps(name: str, caps: object, target: ModelConfig) -> None:
         ConfigError: a value is invalid for this target.
     """
     if not isinstance(caps, SpecCaps):
-        raise ConfigError(f"{name}.resolve must return SpecCaps, got {caps!r}.")
+        raise ConfigError(f"{name}.resolve must return SpecCaps, got {shown(caps)}.")
     try:
         wrong = _why_not_verify(caps, target) or _why_not_draft(caps)
     except (TypeError, AttributeError) as error:  # a value of another type
@@ -119,11 +144,13 @@ def check_caps(name: str, caps: object, target: ModelConfig) -> None:
 
 
 def _why_not_verify(caps: SpecCaps, target: ModelConfig) -> str | None:
-    drafts = caps.num_drafts
-    if not isinstance(drafts, int) or not 0 <= drafts < target.max_position:
-        return f"num_drafts must be 0 to {target.max_position - 1}, got {drafts!r}"
+    drafts, most = caps.num_drafts, target.max_position
+    if not isinstance(drafts, int) or not 0 <= drafts < most:
+        return f"num_drafts must be 0 to {most - 1}, got {drafts!r}"
     if not isinstance(caps.kv_reserve, int) or caps.kv_reserve < drafts + 1:
         return f"kv_reserve must be num_drafts + 1 = {drafts + 1} or more, got {caps.kv_reserve!r}"
+    if caps.kv_reserve > most:
+        return f"kv_reserve must be {most} or less, the target's positions, got {caps.kv_reserve}"
     if caps.verify_mask not in (Mask.CAUSAL, Mask.CUSTOM):
         return f"verify_mask must be Mask.CAUSAL, or Mask.CUSTOM for trees, got {caps.verify_mask}"
     if caps.makes_trees and not 1 <= drafts < MAX_NODES:
@@ -171,10 +198,16 @@ def slot_tensors(algorithm: SpeculativeAlgorithm, ctx: SlotContext) -> list[Tens
     Raises:
         ConfigError: a wrong type, shape, device or layout.
     """
-    state = algorithm.create_future_map(ctx)
+    with one_line_error(type(algorithm), ".create_future_map"):
+        state = algorithm.create_future_map(ctx)
     where = f"{type(algorithm).__name__}.create_future_map"
     if not isinstance(state, SlotState):
-        raise ConfigError(f"{where} must return a SlotState, got {state!r}.")
+        raise ConfigError(f"{where} must return a SlotState, got {shown(state)}.")
+    if not isinstance(state.tensors, Mapping):
+        raise ConfigError(
+            f"{where}: SlotState takes a dictionary of names and tensors, got"
+            f" {shown(state.tensors)}."
+        )
     for name, tensor in state.tensors.items():
         got = type(tensor).__name__
         if isinstance(tensor, Tensor):

@@ -12,8 +12,11 @@ from torch import Tensor
 
 from forerun.core.errors import AlgorithmError
 from forerun.speculative.base import Draft, ObserveInput, ProposeInput, SpeculativeAlgorithm
+from forerun.speculative.check import one_line_error
 
 log = logging.getLogger("forerun")
+# A plugin's code may raise anything. `sys.exit` would end the engine's thread, with all requests.
+FAILURES = (Exception, SystemExit)
 
 
 class SafeAlgorithm:
@@ -23,7 +26,8 @@ class SafeAlgorithm:
         """`trees`: drafts are trees, that is, have parents."""
         self.algorithm = algorithm
         self.observes = type(algorithm).observe is not SpeculativeAlgorithm.observe
-        self.fixed_shape = algorithm.supports_target_verify_for_draft()
+        with one_line_error(type(algorithm), ".supports_target_verify_for_draft"):
+            self.fixed_shape = algorithm.supports_target_verify_for_draft()
         self._trees = trees
         self._error: AlgorithmError | None = None  # the first since `take_error`
         self._logged: set[tuple[str, str]] = set()  # (method, error) whose traceback was logged
@@ -44,7 +48,7 @@ class SafeAlgorithm:
         if not self._disabled:
             try:
                 return self._checked(self.algorithm.propose(step), shape, step.slots.device)
-            except Exception as error:  # noqa: BLE001  a plugin's code; the text is not affected
+            except FAILURES as error:  # the text is not affected
                 self._report("propose", error)
         tokens = step.last_token.unsqueeze(1).expand(shape).contiguous()
         # A tree if the algorithm drafts trees: captured steps are specialised to it.
@@ -54,8 +58,9 @@ class SafeAlgorithm:
         """Drafts in both row layouts, [2, B, D] int64; None if it fails."""
         if not self._disabled:
             try:
-                return self.algorithm.propose_row_layouts(step)
-            except Exception as error:  # noqa: BLE001  a plugin's code; the text is not affected
+                drafts = self.algorithm.propose_row_layouts(step)
+                return _checked_layouts(drafts, step.slots)
+            except FAILURES as error:  # the text is not affected
                 self._report("propose_row_layouts", error)
         return None
 
@@ -63,10 +68,10 @@ class SafeAlgorithm:
         if not self._disabled:
             try:
                 self.algorithm.observe(step)
-            except Exception as error:  # noqa: BLE001  a plugin's code; the text is not affected
+            except FAILURES as error:  # the text is not affected
                 self._report("observe", error)
 
-    def _report(self, method: str, error: Exception) -> None:
+    def _report(self, method: str, error: BaseException) -> None:
         name = type(self.algorithm).__name__
         message = f"{name}.{method}: {type(error).__name__}: {error}"
         seen = (method, type(error).__name__)
@@ -89,6 +94,20 @@ class SafeAlgorithm:
             return Draft(tokens, _checked_ids("parents", draft.parents, shape, device))
         # A chain is a tree without branches; captured steps need the same inputs every time.
         return Draft(tokens, torch.arange(shape[1], device=device).repeat(shape[0], 1))
+
+
+def _checked_layouts(given: object, slots: Tensor) -> Tensor:
+    """
+    Raises:
+        TypeError: not int64 drafts of these requests in two row layouts, on their device.
+    """
+    wanted = f"propose_row_layouts must return [2, {len(slots)}, D] torch.int64 on {slots.device}"
+    if not isinstance(given, Tensor):
+        raise TypeError(f"{wanted}, got {type(given).__name__}")
+    right = given.dim() == 3 and given.shape[:2] == (2, len(slots)) and given.shape[2] > 0
+    if not right or given.dtype != torch.int64 or given.device != slots.device:
+        raise TypeError(f"{wanted}, got {list(given.shape)} {given.dtype} on {given.device}")
+    return given
 
 
 def _checked_confidence(
