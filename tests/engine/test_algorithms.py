@@ -5,6 +5,7 @@ Whatever they propose, the output is that of plain decoding.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -145,6 +146,38 @@ def test_confidences_are_checked(given: Any) -> None:
         assert got.confidence is given and torch.equal(got.tokens, drafts)
     else:
         assert got.confidence is None and "confidence" in str(safe.take_error())
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [("kind", "propose must return a Draft, got Tensor"), ("shape", "Draft.tokens must be (1, 5)")],
+)
+def test_of_two_algorithms_the_one_that_fails_is_named(
+    fault: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Faulty, "fault", fault)
+    with golden_llm("NGRAM,TOY-FAULTY", disable_cuda_graph=True) as llm:
+        out = llm.generate(input_ids=PROMPTS[0], sampling_params=GREEDY)
+    where = "NgramAndFaulty.propose: TypeError: Faulty: "
+    assert out.finish_reason["message"].startswith(where + says)
+
+
+@pytest.mark.parametrize(
+    ("member", "value", "says"),
+    [
+        ("caps", None, "Faulty.resolve must return SpecCaps"),
+        ("caps", replace(Toy.caps, kv_reserve=1), "Faulty.resolve: kv_reserve must be"),
+        ("load", lambda self, ctx: {}["phrase"], "Faulty.load failed: KeyError: 'phrase'"),
+        ("create_future_map", lambda self, ctx: None, "Faulty.create_future_map must return"),
+    ],
+)
+def test_each_of_two_algorithms_is_checked_at_start(
+    member: str, value: Any, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Faulty, member, value)
+    with pytest.raises(ConfigError) as refused:
+        golden_llm("NGRAM,TOY-FAULTY")
+    assert str(refused.value).startswith(says)
 
 
 @pytest.mark.parametrize(

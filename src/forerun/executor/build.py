@@ -223,7 +223,7 @@ class _Builder:
         context = SlotContext(
             limits.slots + 1, limits.chunked_prefill_size, limits.context_length, device
         )
-        tables.states += slot_tensors(self.algorithm, context)
+        tables.states += slot_tensors(self.algorithm, context).values()
         return tables
 
     def _deferred(self) -> DeferredObserve | None:

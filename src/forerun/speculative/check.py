@@ -86,14 +86,17 @@ def _why_not_flag(option: Option, known: Option) -> str | None:
 
 
 def resolve_caps(
-    algorithm: SpeculativeAlgorithm, config: EngineConfig, target: ModelConfig, dtype: torch.dtype
+    algorithm: SpeculativeAlgorithm | type[SpeculativeAlgorithm],
+    config: EngineConfig,
+    target: ModelConfig,
+    dtype: torch.dtype,
 ) -> SpecCaps:
     """The result of the algorithm's `resolve`, checked.
 
     Raises:
         ConfigError: raised by `resolve`; or `resolve` failed, or its result is invalid.
     """
-    cls = type(algorithm)
+    cls = algorithm if isinstance(algorithm, type) else type(algorithm)
     with one_line_error(cls, ".resolve"):
         caps = algorithm.resolve(config, target, dtype)
     check_caps(cls.__name__, caps, target)
@@ -192,7 +195,7 @@ def _why_not_draft(caps: SpecCaps) -> str | None:
     return None
 
 
-def slot_tensors(algorithm: SpeculativeAlgorithm, ctx: SlotContext) -> list[Tensor]:
+def slot_tensors(algorithm: SpeculativeAlgorithm, ctx: SlotContext) -> Mapping[str, Tensor]:
     """The tensors [slots, ...] of the algorithm's `create_future_map`, checked.
 
     Raises:
@@ -219,4 +222,4 @@ def slot_tensors(algorithm: SpeculativeAlgorithm, ctx: SlotContext) -> list[Tens
             f"{where}: {name!r} must be a dense tensor [{ctx.slots}, ...] on {ctx.device},"
             f" got {got}."
         )
-    return list(state.tensors.values())
+    return state.tensors

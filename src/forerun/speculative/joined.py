@@ -32,6 +32,8 @@ from forerun.speculative.base import (
     SpecCaps,
     SpeculativeAlgorithm,
 )
+from forerun.speculative.check import one_line_error, resolve_caps, slot_tensors
+from forerun.speculative.check_draft import checked_draft
 
 FADES = 0.9  # weight of a step's promises in the next step
 NO_TOKEN = -1
@@ -78,14 +80,21 @@ class Joined(SpeculativeAlgorithm):
     ) -> tuple[SpecCaps, SpecCaps]:
         first, second = cls.parts
         own, others = _configs(config)
-        return first.resolve(own, target, dtype), second.resolve(others, target, dtype)
+        return (
+            resolve_caps(first, own, target, dtype),
+            resolve_caps(second, others, target, dtype),
+        )
 
     def load(self, ctx: DraftContext) -> None:
         configs = _configs(ctx.config)
         self._caps_of = self._caps(ctx.config, ctx.target.config, ctx.dtype)
-        self._joined = [cls() for cls in self.parts]
-        for each, config, caps in zip(self._joined, configs, self._caps_of, strict=True):
-            each.load(replace(ctx, config=config, caps=caps))
+        self._joined: list[SpeculativeAlgorithm] = []
+        for cls, config, caps in zip(self.parts, configs, self._caps_of, strict=True):
+            with one_line_error(cls):
+                part = cls()
+            with one_line_error(cls, ".load"):
+                part.load(replace(ctx, config=config, caps=caps))
+            self._joined.append(part)
         self._num_drafts = ctx.caps.num_drafts
 
     def create_future_map(self, ctx: SlotContext) -> SlotState:
@@ -93,7 +102,7 @@ class Joined(SpeculativeAlgorithm):
         tensors = {
             f"{i}.{name}": tensor
             for i, each in enumerate(self._joined)
-            for name, tensor in each.create_future_map(ctx).tensors.items()
+            for name, tensor in slot_tensors(each, ctx).items()
         }
         shape = (ctx.slots, len(self._joined))
         self._drafts = torch.zeros(*shape, self._num_drafts, dtype=torch.int64, device=ctx.device)
@@ -133,9 +142,18 @@ class Joined(SpeculativeAlgorithm):
         return Draft(chosen, confidence=torch.where(better, known[1], known[0]))
 
     def _drafted(self, part: SpeculativeAlgorithm, caps: SpecCaps, step: ProposeInput) -> Draft:
-        """K drafts of a part: NO_TOKEN, which has confidence 0, where it makes fewer."""
+        """K drafts of a part: NO_TOKEN, which has confidence 0, where it makes fewer.
+
+        Raises:
+            TypeError: its draft is invalid; names its class.
+        """
         own = _narrowed(step, caps)
-        draft = part.propose(own)
+        shape = (len(step.slots), own.num_verify_tokens - 1)
+        given = part.propose(own)
+        try:
+            draft = checked_draft(given, shape, step.slots.device, trees=False)
+        except TypeError as error:
+            raise TypeError(f"{type(part).__name__}: {error}") from None
         more = step.num_verify_tokens - own.num_verify_tokens
         confidence = draft.confidence
         if confidence is not None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from forerun.core.errors import AlgorithmError
 from forerun.speculative.base import Draft, ObserveInput, ProposeInput, SpeculativeAlgorithm
 from forerun.speculative.check import one_line_error
+from forerun.speculative.check_draft import checked_draft, checked_layouts
 
 log = logging.getLogger("forerun")
 # A plugin's code may raise anything. `sys.exit` would end the engine's thread, with all requests.
@@ -47,7 +48,8 @@ class SafeAlgorithm:
         shape = (step.slots.shape[0], step.num_verify_tokens - 1)
         if not self._disabled:
             try:
-                return self._checked(self.algorithm.propose(step), shape, step.slots.device)
+                draft = self.algorithm.propose(step)
+                return checked_draft(draft, shape, step.slots.device, self._trees)
             except FAILURES as error:  # the text is not affected
                 self._report("propose", error)
         tokens = step.last_token.unsqueeze(1).expand(shape).contiguous()
@@ -59,7 +61,7 @@ class SafeAlgorithm:
         if not self._disabled:
             try:
                 drafts = self.algorithm.propose_row_layouts(step)
-                return _checked_layouts(drafts, step.slots)
+                return checked_layouts(drafts, step.slots)
             except FAILURES as error:  # the text is not affected
                 self._report("propose_row_layouts", error)
         return None
@@ -81,68 +83,3 @@ class SafeAlgorithm:
         if self._error is None:
             self._error = AlgorithmError(message)
             self._error.__cause__ = error
-
-    def _checked(self, draft: object, shape: tuple[int, int], device: torch.device) -> Draft:
-        if not isinstance(draft, Draft):
-            raise TypeError(f"propose must return a Draft, got {type(draft).__name__}")
-        if draft.parents is not None and not self._trees:
-            raise TypeError("Draft.parents is a tree; declare verify_mask=Mask.CUSTOM in SpecCaps")
-        tokens = _checked_ids("tokens", draft.tokens, shape, device)
-        if not self._trees:
-            return Draft(tokens, confidence=_checked_confidence(draft.confidence, shape, device))
-        if draft.parents is not None:
-            return Draft(tokens, _checked_ids("parents", draft.parents, shape, device))
-        # A chain is a tree without branches; captured steps need the same inputs every time.
-        return Draft(tokens, torch.arange(shape[1], device=device).repeat(shape[0], 1))
-
-
-def _checked_layouts(given: object, slots: Tensor) -> Tensor:
-    """
-    Raises:
-        TypeError: not int64 drafts of these requests in two row layouts, on their device.
-    """
-    wanted = f"propose_row_layouts must return [2, {len(slots)}, D] torch.int64 on {slots.device}"
-    if not isinstance(given, Tensor):
-        raise TypeError(f"{wanted}, got {type(given).__name__}")
-    right = given.dim() == 3 and given.shape[:2] == (2, len(slots)) and given.shape[2] > 0
-    if not right or given.dtype != torch.int64 or given.device != slots.device:
-        raise TypeError(f"{wanted}, got {list(given.shape)} {given.dtype} on {given.device}")
-    return given
-
-
-def _checked_confidence(
-    given: object, shape: tuple[int, int], device: torch.device
-) -> Tensor | None:
-    """
-    Raises:
-        TypeError: not a float32 tensor of this shape on this device.
-    """
-    if given is None:
-        return None
-    if not isinstance(given, Tensor):
-        raise TypeError(f"Draft.confidence must be a tensor, got {type(given).__name__}")
-    if given.shape != shape or given.dtype != torch.float32 or given.device != device:
-        raise TypeError(
-            f"Draft.confidence must be {shape} torch.float32 on {device}, got"
-            f" {tuple(given.shape)} {given.dtype} on {given.device}"
-        )
-    return given
-
-
-def _checked_ids(name: str, ids: object, shape: tuple[int, int], device: torch.device) -> Tensor:
-    """Validates `ids` and makes the elements of each request contiguous.
-
-    Raises:
-        TypeError: not a dense int64 tensor of this shape on this device.
-    """
-    if not isinstance(ids, Tensor):
-        raise TypeError(f"Draft.{name} must be a tensor, got {type(ids).__name__}")
-    if ids.shape != shape or ids.dtype != torch.int64:
-        raise TypeError(
-            f"Draft.{name} must be {shape} torch.int64, got {tuple(ids.shape)} {ids.dtype}"
-        )
-    if ids.layout != torch.strided:
-        raise TypeError(f"Draft.{name} must be a dense tensor, got {ids.layout}")
-    if ids.device != device:
-        raise TypeError(f"Draft.{name} must be on {device}, got {ids.device}")
-    return ids if shape[1] == 1 or ids.stride(1) == 1 else ids.contiguous()
