@@ -52,6 +52,7 @@ OTHER_NAMES = {
     "--model-draft": "--speculative-draft-model-path",
     "--n-predict": "--max-new-tokens",
     "--parallel": "--max-running-requests",
+    "--temp": "--temperature",
     "--tensor-parallel-size": "--tp-size",
     "--tp": "--tp-size",
 }

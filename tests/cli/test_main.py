@@ -113,6 +113,11 @@ def test_a_flag_of_another_engine(forerun, given: str, ours: str) -> None:
     assert forerun("serve", given, "2").error == f"No such option: {given}. Did you mean {ours}?"
 
 
+def test_the_temperature_of_llama_cpp(forerun) -> None:
+    error = forerun("generate", "hi", "--temp", "0").error
+    assert error == "No such option: --temp. Did you mean --temperature?"
+
+
 def test_other_names_are_of_flags_that_the_command_has(forerun) -> None:
     known = forerun("serve", "--help").out + forerun("generate", "--help").out
     assert not [ours for ours in main.OTHER_NAMES.values() if ours not in known]

@@ -106,3 +106,11 @@ def test_the_error_names_the_file_that_is_damaged(name: str, tmp_path: Path) -> 
     (tmp_path / name).write_text('{"a":')
     with pytest.raises(ConfigError, match=rf"^No tokenizer loads from \S+/{name}: "):
         load_tokenizer(tmp_path)
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    """Else every prompt would be said to be empty."""
+    config = (bundled("target") / "config.json").read_bytes()
+    (tmp_path / "config.json").write_bytes(config)
+    with pytest.raises(ConfigError, match=r"holds no tokenizer\.json and no other .* Say so\.$"):
+        load_tokenizer(tmp_path, "Say so.")

@@ -67,6 +67,8 @@ def load_tokenizer(folder: Path, advice: str = "Download it again.") -> Any:
     from transformers import AutoTokenizer
 
     tokenizer = _load(AutoTokenizer, folder, advice)
+    if not tokenizer("a b")["input_ids"]:  # without files transformers makes an empty one
+        raise ConfigError(f"{folder} holds no {FILE} and no other tokenizer's files. {advice}")
     if type(tokenizer) is PreTrainedTokenizerFast or not (folder / FILE).is_file():
         return tokenizer
     plain = _load(PreTrainedTokenizerFast, folder, advice)
