@@ -286,8 +286,8 @@ def test_bad_input(forerun: Callable[..., Result]) -> None:
     qwen = ("plan", "--preset", "qwen3-8b")
     drafts = ("--accept-length", "4", "--speculative-draft-tp-size")
     for flags, match in (
-        (("plan",), "Give model or preset"),
-        ((*qwen, "--model", "x"), "Give model or preset"),
+        (("plan",), "Give --model or --preset"),
+        ((*qwen, "--model", "x"), "Give --model or --preset"),
         ((*qwen, "--count", "0"), "count must be >= 1"),
         ((*qwen, "--rate", "-1"), "rate must be > 0"),
         ((*qwen, "--price", "0"), "price must be > 0"),

@@ -180,7 +180,7 @@ def plan(as_json: AsJson = False, *, given: Values) -> None:
 def _folders(options: Options) -> tuple[Path, Path | None]:
     """Returns the folders of the model and its draft, if there is one."""
     if (options.model is None) == (options.preset is None):
-        raise ConfigError("Give model or preset, not both or neither.")
+        raise ConfigError("Give --model or --preset, not both or neither.")
     config = EngineConfig(
         model_path=options.model,
         speculative_draft_model_path=options.draft_model,
