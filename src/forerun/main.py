@@ -161,7 +161,7 @@ def run(args: Sequence[str]) -> int:
     except (AlgorithmError, EngineClosedError, ExecutorError) as error:
         return _refuse(str(error), code=1)
     except ClickException as error:
-        return _refuse(_one_line(error, command))
+        return _refuse(_one_line(error))
     except (KeyboardInterrupt, typer.Abort):
         return 130
 
@@ -215,7 +215,7 @@ def _refuse(message: str, code: int = 2) -> int:
     return code
 
 
-def _one_line(error: Any, command: str | None) -> str:
+def _one_line(error: Any) -> str:
     """The parser's error, with the nearest known flag if there is one."""
     details = vars(error)
     message = str(error.format_message()).partition(" (Possible options")[0].rstrip(".") + "."
@@ -229,7 +229,8 @@ def _one_line(error: Any, command: str | None) -> str:
         return f"{message.replace('?.', '?')} Known: {', '.join(commands)}."
     if close:
         return f"{message} Did you mean {close[0]}?"
-    return f"{message} See: forerun {command + ' ' if command else ''}--help"
+    path = "forerun" if context is None else context.command_path
+    return f"{message} See: {path} --help"
 
 
 if __name__ == "__main__":

@@ -131,6 +131,8 @@ def test_an_unknown_flag_unlike_any_other(forerun) -> None:
 
 def test_a_value_of_the_wrong_kind(forerun) -> None:
     assert "--page-size" in forerun("generate", "--page-size", "large", "hello").error
+    error = forerun("bench", "one-batch", "--batch-size", "many").error
+    assert error.endswith("See: forerun bench one-batch --help")
 
 
 def test_a_flag_without_its_value(forerun) -> None:
