@@ -50,8 +50,11 @@ def has_fixed_order(
 
 def cpu_has_fixed_order(config: EngineConfig, attention: AttentionSetup) -> bool:
     """Whether it is so on this CPU, asked for or not; `attention`: of the target."""
-    backends = (choice.backend for choice in attention.choices.values())
-    return not _missing_on_cpu(config) and all(b.capabilities.fixed_order for b in backends)
+    return not _missing_on_cpu(config) and _attends_in_fixed_order(attention)
+
+
+def _attends_in_fixed_order(attention: AttentionSetup) -> bool:
+    return all(c.backend.capabilities.fixed_order for c in attention.choices.values())
 
 
 def what_holds(settings: Settings) -> str:
@@ -68,10 +71,9 @@ def what_holds(settings: Settings) -> str:
 def _cure(settings: Settings) -> str:
     """What the mode would do where it was not asked for."""
     if settings.device.type == "cpu":
-        asked = replace(settings.config, enable_deterministic_inference=True)
-        missing = _missing_on_cpu(asked)
-        if not missing and settings.config.tp_size == 1:
-            missing = ["the attention backend's sums depend on the batch"]
+        missing = _missing_on_cpu(replace(settings.config, enable_deterministic_inference=True))
+        if not _attends_in_fixed_order(settings.attention[0]):
+            missing.append("the attention backend's sums depend on the batch")
     else:
         missing = [] if settings.dtype == torch.bfloat16 else ["it needs bfloat16"]
     return f"cannot be had: {'; '.join(missing)}" if missing else "makes every bit equal"
