@@ -213,6 +213,7 @@ REFUSED = [
     ({"sweep": (50.0,), "request_rate": 2.0}, "drop --request-rate"),
     ({"dataset_name": "sharegpt"}, "go together"),
     ({"dataset_path": "x.json"}, "go together"),
+    ({"dataset_name": "sharegpt", "dataset_path": "x.json"}, "x.json: there is no such file"),
     ({"goodput": ("ttft",)}, "METRIC:MILLISECONDS"),
     ({"goodput": ("speed:5",)}, "METRIC:MILLISECONDS"),
     ({"goodput": ("ttft:0",)}, "METRIC:MILLISECONDS"),

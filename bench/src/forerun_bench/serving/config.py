@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 from forerun.cli.counts import check_counts
@@ -100,6 +101,8 @@ class LoadConfig:
         self._check_sweep()
         if (self.dataset_name == "sharegpt") != (self.dataset_path is not None):
             raise ConfigError("--dataset-name sharegpt and --dataset-path FILE go together.")
+        if self.dataset_path is not None and not Path(self.dataset_path).is_file():
+            raise ConfigError(f"--dataset-path {self.dataset_path}: there is no such file.")
         self.goals()
         self.extra()
 
