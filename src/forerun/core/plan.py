@@ -58,6 +58,11 @@ class Limits:
         """KV slots beyond its last token that a request may touch before the host knows its end."""
         return self.kv_reserve + self.overlap_depth * self.max_verify_tokens
 
+    def room(self, prompt_tokens: int, num_pages: int) -> int:
+        """New tokens that fit behind a prompt, in a pool of so many pages; below 1: it does not."""
+        in_pool = num_pages * self.page_size - self.overshoot
+        return min(self.context_length, in_pool) - prompt_tokens
+
     @property
     def window_reach(self) -> int:
         """Positions before the committed length whose K/V is kept in window pages.

@@ -80,7 +80,7 @@ class LogitParams:
     )  # fmt: skip
     top_k: int = param(
         -1, "Sample from this many most likely tokens; -1 or 0: all", stage="filter",
-        range=(1, MAX_INT32), must="be >= 1, or -1 or 0 to switch it off, and fit in 32 bits",
+        range=(0, MAX_INT32), must="be >= 1, or -1 or 0 to switch it off, and fit in 32 bits",
     )  # fmt: skip
     min_p: float = param(
         0.0, "Least probability, relative to the most likely token", stage="filter",
@@ -224,8 +224,6 @@ class SamplingParams(LogitParams):
             value = getattr(self, spec.name)
             if kind in _CHECKS and not (optional and value is None):
                 self._set(spec.name, _CHECKS[kind](spec.name, value, RequestError))
-        if self.top_k == 0:  # off in vLLM, transformers and llama.cpp
-            self._set("top_k", -1)
         for problem in self._problems():
             raise RequestError(problem)
 

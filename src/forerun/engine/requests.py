@@ -108,6 +108,4 @@ class RequestFactory:
 
     def max_new_tokens(self, prompt_tokens: int) -> int:
         """The most tokens that a prompt of this length leaves room for; at least 1."""
-        limits = self._info.limits
-        in_pool = self._capacity * limits.page_size - limits.overshoot
-        return max(min(limits.context_length, in_pool) - prompt_tokens, 1)
+        return max(self._info.limits.room(prompt_tokens, self._capacity), 1)

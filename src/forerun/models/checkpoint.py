@@ -48,8 +48,7 @@ class Checkpoint:
             ConfigError: no safetensors, a shard absent, a file broken or not as indexed.
         """
         self.folder = folder
-        self._is_gguf = (folder / GGUF).exists()
-        self.weight_format = GgufFormat() if self._is_gguf else weight_format
+        self.weight_format = GgufFormat() if (folder / GGUF).exists() else weight_format
         self.headers = text_part(read_headers(folder))
 
     def __contains__(self, name: str) -> bool:
@@ -155,7 +154,7 @@ class Checkpoint:
         }
         wanted = {part.name: part for stored in parts.values() for part in stored.values()}
         source = self.folder
-        if self._is_gguf:
+        if isinstance(self.weight_format, GgufFormat):
             source, hint = as_given(source / GGUF), GGUF_HINT
         missing = [name for name in wanted if name not in self.headers]
         if missing:

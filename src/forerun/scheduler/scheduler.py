@@ -117,7 +117,7 @@ def _check_length(request: Request, limits: Limits, num_pages: int) -> None:
     if request.pooling is not None:
         how = f", and the input has {prompt}; shorten it, or set truncate_prompt_tokens."
         raise ContextLengthError.of(length, how)
-    room = min(length, num_pages * limits.page_size - limits.overshoot) - prompt
+    room = limits.room(prompt, num_pages)
     if room <= 0:
         how = f", output included, and the prompt has {prompt}; shorten the prompt."
         raise ContextLengthError.of(length, how)

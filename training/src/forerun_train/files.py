@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,8 +36,8 @@ def disk_errors(folder: Path, advice: str) -> Iterator[None]:
         ) from error
 
 
-def read_object(path: Path, keys: Collection[str], advice: str) -> dict[str, Any]:
-    """An object that was written as JSON, which has these keys.
+def read_object(path: Path, kinds: Mapping[str, type], advice: str) -> dict[str, Any]:
+    """An object that was written as JSON; `kinds`: keys that it has, and of what type.
 
     Raises:
         ConfigError: the file is damaged.
@@ -47,9 +47,9 @@ def read_object(path: Path, keys: Collection[str], advice: str) -> dict[str, Any
         found = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
         found = None
-    if not isinstance(found, dict) or not found.keys() >= set(keys):
-        raise ConfigError(f"{path} is damaged. {advice}")
-    return found
+    if isinstance(found, dict) and all(isinstance(found.get(k), kinds[k]) for k in kinds):
+        return found
+    raise ConfigError(f"{path} is damaged. {advice}")
 
 
 def write_text(path: Path, text: str) -> None:

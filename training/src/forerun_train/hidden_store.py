@@ -167,7 +167,7 @@ def open_store(plan: StorePlan, stream: Any) -> HiddenStore:
 def _check_same(folder: Path, plan: StorePlan) -> None:
     if not (folder / META).exists():
         return
-    stored, now = read_object(folder / META, (), MADE_AGAIN), plan.description()
+    stored, now = read_object(folder / META, {}, MADE_AGAIN), plan.description()
     for name, value in now.items():
         if stored.get(name) != value:
             raise ConfigError(

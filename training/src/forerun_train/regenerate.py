@@ -92,6 +92,7 @@ class Regeneration:
         }
 
 
+WRITTEN = {"target": str, "sampling": dict, "engine": dict}  # of a sidecar
 FIXED = ("target", "sampling")  # of a sidecar: what a resumed run may not change
 FIXED_ENGINE = (  # and of the engine's settings those that decide which weights compute, and how
     "tokenizer_path", "load_format", "model_impl", "dtype", "quantization", "kv_cache_dtype",
@@ -163,7 +164,7 @@ class Answers:
 
     def _check(self, wanted: Mapping[str, Any]) -> None:
         try:
-            before = read_object(self.sidecar, (*FIXED, "engine"), "Name another output.")
+            before = read_object(self.sidecar, WRITTEN, "Name another output.")
         except FileNotFoundError:
             raise ConfigError(
                 f"{self.path} exists, and {self.sidecar.name}, which says how it was made, is not"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
@@ -196,10 +195,7 @@ class MessagesRequest(_Conversation, SamplingFields):
     @field_validator("stop_sequences")
     @classmethod
     def _are_stops(cls, value: list[str] | None, info: ValidationInfo) -> list[str] | None:
-        try:
-            SamplingParams.of({"stop": value or ()})
-        except RequestError as error:
-            raise invalid(re.sub(r"^stop\b", "stop_sequences", str(error))) from None
+        refuse_invalid(value, lambda given: {"stop": given}, {"stop": "stop_sequences"})
         return value
 
     def sampling(self, room: int) -> SamplingParams:

@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from forerun.core.errors import RequestError
 from forerun.core.request import FinishReason
 from forerun.server.generation import Call, Generation, Part
+from forerun.server.http.client_names import in_client_names
 from forerun.server.http.errors import json_response
 from forerun.server.http.sse import DOCUMENTED_STREAM, DONE, event
 from forerun.server.logprobs import completion_logprobs, prompt_tokens
 from forerun.server.openai.answer import Choices, respond
 from forerun.server.openai.models import check_model
-from forerun.server.openai.protocol import CompletionRequest, in_openais_names
+from forerun.server.openai.protocol import CompletionRequest, openais_names
 from forerun.server.prompt import Prompt
 from forerun.server.service import Service
 
@@ -76,10 +76,8 @@ class _Completion(Choices):
         prompts = [
             Prompt(ids, params, body.num_samples, None, scored, body.scheduling) for ids in lists
         ]
-        try:
+        with in_client_names(openais_names()):
             call = await service.start(prompts, bool(body.stream))
-        except RequestError as error:
-            raise in_openais_names(error) from None
         return cls(service, body, call)
 
     async def whole(self) -> Response:

@@ -6,16 +6,16 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from forerun.core.errors import RequestError
 from forerun.core.logprobs import LogprobParams
 from forerun.core.sampling_params import SamplingParams
 from forerun.core.scheduling_params import DEFAULT_SCHEDULING, SchedulingParams
 from forerun.llm.output import RequestOutput
 from forerun.llm.prompts import AT_ANSWER, Ending
 from forerun.server.generation import Call, Generation, Part
+from forerun.server.http.client_names import in_client_names
 from forerun.server.openai.output_format import TAIL_TOKENS, OutputFormat
 from forerun.server.openai.output_grammar import with_output_grammar
-from forerun.server.openai.protocol import MAX_TOKENS, in_openais_names
+from forerun.server.openai.protocol import MAX_TOKENS, openais_names
 from forerun.server.openai.tools import ToolUse, template_messages
 from forerun.server.parsers.events import (
     Arguments,
@@ -119,10 +119,8 @@ class Conversation:
         if shows_special:
             params = replace(params, skip_special_tokens=False)
         prompt = Prompt(ids, params, ask.n, None, ask.logprobs, ask.scheduling)
-        try:
+        with in_client_names(openais_names(ask.limit_name)):
             call = await service.start([prompt], ask.stream)
-        except RequestError as error:
-            raise in_openais_names(error, ask.limit_name) from None
         return cls(call, service, ask, form, opened, shows_special)
 
     @property

@@ -5,7 +5,6 @@ Unknown fields are refused with the nearest known name. Null means "not given" e
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -23,6 +22,7 @@ from forerun.core.errors import RequestError
 from forerun.core.grammar import JSON_SCHEMA, STRUCTURAL_TAG
 from forerun.core.logprobs import MAX_TOP_LOGPROBS, LogprobParams
 from forerun.core.sampling_params import MAX_BIASES, SamplingParams, param_of
+from forerun.server.http.client_names import in_client_names
 from forerun.server.http.strict_model import (
     FirstError,
     Many,
@@ -132,33 +132,33 @@ def sampling_params(
         if name in known:
             raise RequestError(f"{source} and {name} are set; give one.")
         known[name] = value
-    try:
+    with in_client_names(openais_names(limit)):
         return SamplingParams.of({**known, "max_new_tokens": max_new_tokens})
-    except RequestError as error:
-        raise in_openais_names(error, limit) from None
 
 
-def in_openais_names(error: RequestError, limit: str = MAX_TOKENS) -> RequestError:
-    """The error with the names of parameters that the client has used.
+def openais_names(limit: str = MAX_TOKENS) -> dict[str, str]:
+    """Names of `in_client_names` in OpenAI's APIs; `limit`: that of `max_new_tokens`."""
+    return {**_OPENAIS, "max_new_tokens": limit}
+
+
+def refuse_invalid(
+    value: Any,
+    as_params: Callable[[Any], Mapping[str, Any]],
+    names: Mapping[str, str] | None = None,
+) -> None:
+    """Refuses a field's value by itself, so that the error names the field.
 
     Args:
-        limit: its name of `max_new_tokens`.
-    """
-    names = {**_OPENAIS, "max_new_tokens": limit}
-    ours = "|".join(names)
-    return type(error)(re.sub(rf"\b({ours})\b", lambda found: names[found[0]], str(error)))
-
-
-def refuse_invalid(value: Any, as_params: Callable[[Any], Mapping[str, Any]]) -> None:
-    """Refuses a field's value by itself, so that the error names the field.
+        names: as of `in_client_names`; None: OpenAI's.
 
     Raises:
         PydanticCustomError: it does not make valid parameters.
     """
     try:
-        SamplingParams.of(as_params(value))
+        with in_client_names(openais_names() if names is None else names):
+            SamplingParams.of(as_params(value))
     except RequestError as error:
-        raise invalid(str(in_openais_names(error))) from None
+        raise invalid(str(error)) from None
 
 
 if TYPE_CHECKING:

@@ -13,9 +13,10 @@ from fastapi import APIRouter, Request
 from pydantic import Field, model_validator
 from starlette.responses import Response
 
-from forerun.core.errors import RequestError, shown
+from forerun.core.errors import RequestError
 from forerun.core.logprobs import LogprobParams
 from forerun.llm.scoring import ONE_TOKEN, Pair, ScorePrompt, paired
+from forerun.server.http.client_names import in_client_names
 from forerun.server.http.errors import json_response
 from forerun.server.http.strict_model import Many, Scheduled
 from forerun.server.pooling.run import answered, check_inputs, ended, prompt_usage
@@ -136,12 +137,6 @@ async def _labels(service: Service, body: ScoreRequest) -> Response:
         raise RequestError("label_token_ids is missing; give the ids of the labels' tokens.")
     if body.instruct is not None or body.truncate_prompt_tokens is not None:
         raise RequestError("instruct and truncate_prompt_tokens are for text_1 and text_2.")
-    vocab = service.engine.info.vocab_size
-    for label in body.label_token_ids:
-        if not 0 <= label < vocab:
-            raise RequestError(
-                f"label_token_ids: token id {shown(label)} is outside the vocabulary of {vocab}."
-            )
     asked = LogprobParams(token_ids=tuple(body.label_token_ids))
     joined = _joined(body)
     service.check_size(joined)
@@ -150,7 +145,8 @@ async def _labels(service: Service, body: ScoreRequest) -> Response:
     if texts:
         lists = await service.text.encode(texts, service.max_prompt_tokens)
     prompts = [ScorePrompt(ids, ONE_TOKEN, asked) for ids in lists]
-    records = await ended(service, prompts, body.scheduling)
+    with in_client_names({"token_ids_logprob": "label_token_ids"}):
+        records = await ended(service, prompts, body.scheduling)
     values = [record.output_logprobs[0].of_ids for record in records]
     return json_response(
         {

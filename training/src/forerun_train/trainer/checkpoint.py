@@ -29,7 +29,9 @@ from forerun_train.trainer.optimizer import Optimizers
 
 KEPT = 2  # the newest checkpoints
 MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
-KEPT_STATE = ("settings", "contents", "data", "progress", "best")  # of a run
+KEPT_STATE = {  # of a run
+    "settings": dict, "contents": dict, "data": dict, "progress": dict, "best": float,
+}  # fmt: skip
 MAKING = ".making"  # has no name yet
 FALL_BACK = "Remove {}, and --resume goes on from the checkpoint before."
 
@@ -88,7 +90,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     Raises:
         ConfigError: the file is damaged.
     """
-    return read_object(folder / STATE, ("step", *KEPT_STATE), FALL_BACK.format(folder))
+    return read_object(folder / STATE, {"step": int} | KEPT_STATE, FALL_BACK.format(folder))
 
 
 def check_same_settings(stored: Mapping[str, Any], now: Mapping[str, Any]) -> None:
