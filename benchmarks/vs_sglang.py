@@ -6,8 +6,8 @@
     python benchmarks/vs_sglang.py ... -- --speculative-algorithm DFLASH   # flags of both servers
 
 Four loads of requests with `--input-len` + `--output-len` tokens: `--burst` of them at once, 16 at
-a time, 1 at a time, and Poisson arrivals at 80 % of the lower one of both rates at which the burst
-was served. The client is `forerun bench serving --backend sglang` for both. Prints a table, and
+a time, 1 at a time, and Poisson arrivals at `--request-rate`, by default 80 % of the lower one of
+both rates at which the burst was served (for which both start again). The client is `forerun bench serving --backend sglang` for both. Prints a table, and
 with `--output-file` appends every run as JSON.
 """
 
@@ -154,11 +154,17 @@ def compare(given: argparse.Namespace) -> dict[str, dict[str, Result]]:
                 for load in chosen:
                     results.setdefault(load.name, {})[name] = measure(url, name, load, given)
 
+    def poisson(rate: float) -> Load:
+        flags = ("--request-rate", f"{rate:.2f}")
+        return Load(f"Poisson, {rate:.1f} req/s", given.poisson, flags)
+
     first = loads(given)
+    if given.request_rate is not None:
+        run([*first, poisson(given.request_rate)])
+        return results
     run(first)
     rate = LOAD * min(each["request_throughput"] for each in results[first[0].name].values())
-    flags = ("--request-rate", f"{rate:.2f}")
-    run([Load(f"Poisson, {rate:.1f} req/s", given.poisson, flags)])
+    run([poisson(rate)])
     return results
 
 
@@ -196,6 +202,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--burst", type=int, default=256)
     parser.add_argument("--waves", type=int, default=6)
     parser.add_argument("--poisson", type=int, default=512, help="requests of that load")
+    parser.add_argument("--request-rate", type=float, help="of that load, requests/s")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output-file", type=Path)
     parser.add_argument("flags", nargs="*", help="after --: for both servers")

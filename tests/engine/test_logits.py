@@ -208,7 +208,7 @@ class CapturedSteps(SplitSteps):
         self.replays: Counter[PassShape] = Counter()
 
     def decode(self, batch: DecodeBatch) -> DecodeOutput:
-        key = self._pass_of(batch, len(self._padded(batch.slots))), batch.flags.widened()
+        key = self._graph_of(batch, len(self._padded(batch.slots)))
         if not batch.shape.edits_logits and key not in self._decode:
             with self.step.dummy_steps():
                 self._decode[key] = self._capture_decode(*key)

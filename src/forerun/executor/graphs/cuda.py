@@ -2,8 +2,8 @@
 
 A graph is captured per batch bucket and width, greedy and sampled separately (`captured_flags`). A
 batch takes the smallest bucket that holds it and is filled up with the padding slot. A ragged pass
-takes the smallest that verifies as many tokens; what it has room for beyond goes to drafts too. An
-algorithm whose drafts have no fixed shape proposes and observes eagerly, before and after a
+takes the smallest that verifies as many tokens; what it has room for beyond goes to drafts too. As
+there are many of these, greedy requests share the graphs of sampled ones. An algorithm whose drafts have no fixed shape proposes and observes eagerly, before and after a
 captured verify pass. Batches that do more with the logits than sampling replay two parts
 (`split.py`).
 
@@ -193,7 +193,7 @@ class CudaGraphSteps:
 
     def num_decode(self, sizes: Sequence[int]) -> int:
         """Number of decode steps that `capture` records of these batch buckets."""
-        return len(self._flags) * len(list(self._passes(sizes)))
+        return sum(len(self._flags_of(key)) for key in self._passes(sizes))
 
     def _passes(self, sizes: Sequence[int]) -> Iterator[PassShape]:
         for size in sizes:
@@ -201,6 +201,10 @@ class CudaGraphSteps:
                 yield PassShape(size, width, rows)
                 if drafting := self._some_of(size, width, rows):
                     yield PassShape(size, width, rows, drafting)
+
+    def _flags_of(self, key: PassShape) -> tuple[SamplingFlags, ...]:
+        """The flags of its graphs, the fewest operations first."""
+        return self._flags[1:] if key.rows else self._flags
 
     def _some_of(self, size: int, width: int, rows: int) -> int:
         """The half of the requests, if there is a pass of so many tokens that drafts for them only;
@@ -240,7 +244,7 @@ class CudaGraphSteps:
         report = progress or (lambda name: None)
         with self.step.dummy_steps():
             for key in reversed(list(self._passes(sizes))):
-                for flags in self._flags:
+                for flags in self._flags_of(key):
                     report(f"decode {key} {_sampling(flags)}")
                     self._decode[key, flags] = self._capture_decode(key, flags)
             for prefill in reversed(prompts):
@@ -435,8 +439,7 @@ class CudaGraphSteps:
         if len(batch.slots) > self.sizes[-1]:
             return self._eager.decode(batch)
         slots, count = self._padded(batch.slots), len(batch.slots)
-        flags = batch.flags.widened(self._vocab_is_divided)
-        captured = self._decode[self._pass_of(batch, len(slots)), flags]
+        captured = self._decode[self._graph_of(batch, len(slots))]
         if slots != captured.last_slots:
             self._fill_slots(captured.slots, slots)
             captured.last_slots = slots
@@ -521,6 +524,12 @@ class CudaGraphSteps:
             if holds and fits and prompts.flags == wanted:
                 return self._prefill[prompts]
         return None
+
+    def _graph_of(self, batch: DecodeBatch, size: int) -> tuple[PassShape, SamplingFlags]:
+        """The captured step that serves a batch padded to `size` requests."""
+        key, flags = self._pass_of(batch, size), batch.flags.widened(self._vocab_is_divided)
+        own = self._flags_of(key)
+        return key, own[0] if flags == GREEDY else flags
 
     def _pass_of(self, batch: DecodeBatch, size: int) -> PassShape:
         """The captured pass of `size` requests that verifies as many tokens.

@@ -51,7 +51,7 @@ SMALLEST = 32  # tokens
 # A prefill is host-bound if launching its kernels takes more than this part of its time.
 HOST_BOUND = 0.9
 TIMED_RUNS = 2
-WARM_UPS = 2
+WARM_UPS = 1
 
 
 def token_buckets(largest: int) -> list[int]:
