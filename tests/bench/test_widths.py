@@ -118,6 +118,16 @@ def test_every_batch_has_all_of_the_accept_lengths() -> None:
             assert cell.accept_length[FULL] == pytest.approx(4, abs=1)
 
 
+def test_every_run_has_the_same_accept_lengths() -> None:
+    """One after the other, requests would have another one each."""
+    own = {"speculative_simulate_accept_length": 7.0, "max_running_requests": 4}
+    with golden_llm("NGRAM", speculative_adaptive=True, **own) as spec:
+        for lengths, mean in (("1,7", 1), ("7,1", 7)):
+            cell = Cell(Load(1, lengths))
+            measure([(spec, (FULL,))], cell, [CASES[0]["prompt"]], 24, 1)
+            assert cell.accept_length[FULL] == pytest.approx(mean, abs=1)
+
+
 def test_each_policy_has_an_engine() -> None:
     settings = widths_settings({}, [Shape(4, 8, 8)], ["1.3,5", "2"], True)
     assert settings["speculative_simulate_accept_length"] == 5.0

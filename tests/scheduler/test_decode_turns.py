@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from forerun.core.plan import DecodeRequest, PrefillChunk, StepPlan
 from forerun.scheduler.decode_turns import DecodeTurns
 from forerun.scheduler.schedule_policy import SchedulePolicy
-from forerun.scheduler.step_times import MIN_EFFICIENT, StepTimes
+from forerun.scheduler.step_times import MIN_EFFICIENT, MIN_FIXED_TOKENS, StepTimes
 from tests.property_examples import examples
 from tests.scheduler.test_scheduler import request
 
@@ -45,8 +45,27 @@ def test_equal_steps_tell_the_mean_only() -> None:
     times = StepTimes()
     for _ in range(9):
         times.record(1000, False, 0.02)
-    assert times.efficient_tokens is None
+    assert times.efficient_tokens is None and times.shortest_wait(10**6) is None
     assert times.expected(500, False) == pytest.approx(0.01)
+
+
+@examples(100)
+@given(fixed=st.floats(0, 0.2), prompts=st.integers(1, 60))
+def test_steps_have_the_prompts_with_the_shortest_mean_wait(fixed: float, prompts: int) -> None:
+    """Beside the best division into steps, found by trying all; one prompt takes a second."""
+    size, times = 8 * MIN_EFFICIENT, StepTimes()
+    fixed = max(fixed, MIN_FIXED_TOKENS / size)
+    for tokens in (size, 2 * size, size):
+        times.record(tokens, False, fixed + tokens / size)
+    best, chosen = [0.0], [0.0]  # sums of the waits, by the number of prompts
+    for left in range(1, prompts + 1):
+        waits = [left * (fixed + n) + best[left - n] for n in range(1, left + 1)]
+        best.append(min(waits))
+        tokens = times.shortest_wait(left * size)
+        assert tokens is not None
+        n = min(max(round(tokens / size), 1), left)
+        chosen.append(left * (fixed + n) + chosen[left - n])
+    assert chosen[prompts] <= 1.01 * best[prompts]
 
 
 def test_decode_beside_prompts_is_what_they_do_not_take() -> None:

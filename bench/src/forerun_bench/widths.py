@@ -115,21 +115,29 @@ def measure(
     repetitions: int,
 ) -> None:
     """Measures a load with these engines and policies, interleaved, and adds what it finds."""
-    runs: dict[str, Callable[[], tuple[Trace, Counter[float]]]] = {}
     lengths = cell.load.lengths
-    for llm, names in llms:
-        if lengths is not None and PLAIN not in names:
+    own = partial(_run, only_whole=lengths is not None)
+    runs = {
+        name: partial(own, llm.engine, name, prompts, output_len)
+        for llm, names in llms
+        for name in names
+    }
+    drafting = [llm for llm, names in llms if PLAIN not in names]
+
+    def before() -> None:
+        """Every run has the same prompts, to be computed, or else the same accept lengths."""
+        if lengths is None:
+            flush_caches(*(llm for llm, _ in llms))
+            return
+        for llm in drafting:  # requests have the lengths in turn, from the first one on
             simulated = device_step(llm.engine.executor).simulate
             assert simulated is not None, "an engine without simulated acceptance"
             simulated.set(accept_lengths(lengths))
-        own = partial(_run, only_whole=lengths is not None)
-        runs |= {name: partial(own, llm.engine, name, prompts, output_len) for name in names}
-    # Speeds begin after the prefill. So where texts say nothing, K/V of prompts may be there.
-    flush = partial(flush_caches, *((llm for llm, _ in llms) if lengths is None else ()))
+
     for run in runs.values():  # kernels are warm, and policies know the load
-        flush()
+        before()
         run()
-    for name, results in interleaved(runs, repetitions, before=flush).items():
+    for name, results in interleaved(runs, repetitions, before=before).items():
         traces = [each.value[0] for each in results]
         cell.tok_s[name] = median([each.whole_tok_s for each in traces])
         cell.accept_length[name] = traces[0].acceptance.accept_length

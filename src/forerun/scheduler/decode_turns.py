@@ -95,9 +95,9 @@ class DecodeTurns:
         fitting = self.times.tokens(self._max_gap - waited - expected)
         return min(most, max(fitting, MIN_TOKENS))
 
-    def enough_tokens(self) -> int:
-        """Prompt tokens after which a step takes no further prompt: it would delay the first."""
-        return min(self.times.efficient_tokens or self._max_tokens, self._max_tokens)
+    def enough_tokens(self, waiting: int) -> int:
+        """Prompt tokens after which a step takes no further prompt, of so many that wait."""
+        return min(self.times.shortest_wait(waiting) or self._max_tokens, self._max_tokens)
 
     def no_prompts(self) -> None:
         """No prompt can be computed now, so that nothing waits for one."""

@@ -203,7 +203,7 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """The next step, or None if nothing can run now."""
         step = ScheduledStep(StepPlan())
-        if (burst := self.turns.burst_tokens) and self._has_prompt_tokens(burst):
+        if (burst := self.turns.burst_tokens) and self._prompt_tokens() >= burst:
             self.turns.begin_burst()
         decoding, rank = self._decoding(), self._prompt_rank()
         if tokens := self.turns.tokens_before_decode(decoding, rank):
@@ -476,23 +476,17 @@ class Scheduler:
             count = self._plan_chunk(step, request, shared)
             shared, budget = shared - count, budget - count
         request = first
-        enough = budget - self.turns.enough_tokens()
+        enough = budget - self.turns.enough_tokens(self._prompt_tokens())
         while budget and request is not None:
             budget -= self._plan_chunk(step, request, budget)
             more = budget > max(enough, 0)
             request = self._next_prompt(step.plan, started) if more else None
 
-    def _has_prompt_tokens(self, count: int) -> bool:
-        """Whether there are so many to compute, of requests that may get a slot. O(slots)."""
-        for request in itertools.chain(
-            (r for r in self.running if r.state is State.PREFILL),
-            itertools.islice(self.waiting, len(self._free_slots)),
-        ):
-            begun = request.state is State.PREFILL
-            count -= request.prefill_left if begun else len(request.prompt) + len(request.output)
-            if count <= 0:
-                return True
-        return False
+    def _prompt_tokens(self) -> int:
+        """How many there are to compute, of requests that may get a slot. O(slots)."""
+        begun = (r.prefill_left for r in self.running if r.state is State.PREFILL)
+        waiting = itertools.islice(self.waiting, len(self._free_slots))
+        return sum(begun) + sum(len(r.prompt) + len(r.output) for r in waiting)
 
     def _prompt_rank(self) -> int | None:
         """Rank of the most urgent prompt to compute; one that waits may not find pages."""
