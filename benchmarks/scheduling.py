@@ -4,7 +4,7 @@
     python benchmarks/scheduling.py --max-mixed-step-ms 0 --max-first-gap-ms 0
 
 The second one decodes in every step. Engine and scheduler are the real ones; steps take what they
-take for Qwen3-8B in bfloat16 on an H100 (`forerun_bench/simulated_load.py`). The figures are the
+take for Qwen3-8B in bfloat16 on an H200 (`forerun_bench/simulated_load.py`). The figures are the
 same on every machine.
 """
 

@@ -60,7 +60,10 @@ def test_values_of_another_type_are_refused(name: str) -> None:
             ({"nnodes": 2, "tp_size": 2, "dist_init_addr": text}, "must be HOST:PORT of node 0")
             for text in ("10.0.0.1", "a:0", "a:65536", "::1:5", "tcp://a:1", " a:1")
         ),
-        ({"piecewise_cuda_graph_max_tokens": 64}, "without enable_piecewise_cuda_graph; set that"),
+        (
+            {"piecewise_cuda_graph_max_tokens": 64, "enable_piecewise_cuda_graph": False},
+            "piecewise_cuda_graph_max_tokens is set with enable_piecewise_cuda_graph off; drop",
+        ),
         (
             {"enable_piecewise_cuda_graph": True, "disable_cuda_graph": True},
             "enable_piecewise_cuda_graph is set with disable_cuda_graph; drop one of them.",

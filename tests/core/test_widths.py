@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -48,6 +49,21 @@ def test_no_more_drafts_are_made_than_one_request_can_get(requests: int, full: i
         assert most == 2 or captured == full or max(verify_widths(most, True)[:-1]) < tokens
         uncut, all_rows = shape(requests, width, False, full)
         assert uncut == full and (all_rows or requests * full) == tokens
+
+
+def test_small_passes_are_uniform() -> None:
+    limits = Limits(64, 16, 16, 16, 64, 512, 0, ragged=True, cuts_drafts=True, uniform_tokens=64)
+    for requests, uniform in ((1, True), (4, True), (5, False), (64, False)):
+        assert limits.has_uniform_passes(requests) is uniform
+        for width in ragged_widths(16)[1:]:
+            captured = captured_width(width, requests, 16)
+            most, rows = limits.verify_shape(requests, width)
+            assert (rows == 0) == (uniform or captured == 16)
+            assert (rows or requests * most) == requests * captured
+    assert limits.verify_shape(4, 8, 16) == (16, 32)  # asked for
+    fixed = replace(limits, cuts_drafts=False)
+    assert fixed.verify_shape(4, 8) == (16, 32)
+    assert not replace(limits, max_verify_tokens=2).has_uniform_passes(32)  # drafts for some
 
 
 def test_steps_of_one_request_are_uniform() -> None:

@@ -146,8 +146,11 @@ def test_models_with_attention_of_their_own_or_recurrent_state_are_not_captured(
 
 
 def test_a_cpu_is_refused() -> None:
-    with pytest.raises(ConfigError, match="captures prefills on a GPU, and this is cpu; drop it"):
-        golden_llm(device="cpu", enable_piecewise_cuda_graph=True)
+    for asked in ({"enable_piecewise_cuda_graph": True}, {"piecewise_cuda_graph_max_tokens": 64}):
+        with pytest.raises(ConfigError, match="captures prefills on a GPU, and this is cpu; drop"):
+            golden_llm(device="cpu", **asked)
+    with pytest.raises(ConfigError, match="max_tokens .* and disable_cuda_graph is set; drop"):
+        golden_llm(piecewise_cuda_graph_max_tokens=64, disable_cuda_graph=True)
 
 
 @pytest.mark.parametrize("largest", [0, 32, 300, 512, 2048, 4096])

@@ -11,14 +11,28 @@ from forerun.attention.capabilities import Mask
 from forerun.config.engine_config import EngineConfig
 from forerun.core.errors import ConfigError
 from forerun.executor import ragged
+from forerun.layers.module import Module
+from forerun.layers.moe import Experts
 from forerun.executor.ragged import choose_ragged
 from forerun.scheduler.adaptive_width import AdaptiveWidth
 from forerun.scheduler.ragged_width import RaggedWidth
 from forerun.speculative.base import SpecCaps
 from tests.golden_engine import golden_llm
 
-CPU = torch.device("cpu")
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
 CHAINS = SpecCaps(num_drafts=7, observes_packed=True)
+
+
+class Target(Module):
+    """As far as the choice looks at it."""
+
+    def __init__(self, recurrent: bool = False, experts: bool = False) -> None:
+        self.has_recurrent_layers = recurrent
+        if experts:
+            self.experts = object.__new__(Experts)
+
+
+DENSE: Any = Target()
 
 
 def config(**values: Any) -> EngineConfig:
@@ -37,7 +51,7 @@ def test_one_table_decides(default: bool, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_what_is_set_is_followed() -> None:
     for wanted in (True, False):
-        got = choose_ragged(config(speculative_ragged_verify=wanted), CHAINS, CPU)
+        got = choose_ragged(config(speculative_ragged_verify=wanted), CHAINS, CPU, DENSE)
         assert got.ragged is wanted and "is set" in str(got)
 
 
@@ -56,14 +70,30 @@ def test_where_it_cannot_be_it_is_off(
     values: dict[str, Any], caps: SpecCaps, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(ragged.DEFAULTS, "cpu", (True, "it is fast"))
-    got = choose_ragged(config(**values), caps, CPU)
+    got = choose_ragged(config(**values), caps, CPU, DENSE)
     assert not got.ragged and why in got.reason
     others = SpecCaps(num_drafts=7)  # its draft sees W tokens of every request
     drafted = {"speculative_draft_attention_backend": "fa3"}
-    assert choose_ragged(config(**drafted), others, CPU).ragged
+    assert choose_ragged(config(**drafted), others, CPU, DENSE).ragged
+
+
+def test_on_a_gpu_it_is_on_where_it_was_measured() -> None:
+    assert choose_ragged(config(), CHAINS, GPU, DENSE).ragged
+    targets: list[tuple[Any, dict[str, Any], str]] = [
+        (Target(recurrent=True), {}, "recurrent layers"),
+        (Target(experts=True), {}, "experts"),
+        (DENSE, {"tp_size": 2}, "several GPUs"),
+        (DENSE, {"disable_cuda_graph": True}, "disable_cuda_graph"),
+        (DENSE, {"enable_deterministic_inference": True}, "enable_deterministic_inference"),
+    ]
+    for target, values, why in targets:
+        off = choose_ragged(config(**values), CHAINS, GPU, target)
+        assert str(off) == f"off: it has not been measured with {why}"
+        asked = config(**values, speculative_ragged_verify=True)
+        assert choose_ragged(asked, CHAINS, GPU, target).ragged
 
 
 def test_what_forbids_it_is_named() -> None:
     asked = config(speculative_ragged_verify=True, speculative_adaptive=False)
     with pytest.raises(ConfigError, match="speculative_ragged_verify needs speculative_adaptive"):
-        choose_ragged(asked, CHAINS, CPU)
+        choose_ragged(asked, CHAINS, CPU, DENSE)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from forerun.executor import resolve
 from forerun.executor.device_executor import DeviceExecutor
 from forerun.executor.graphs import cuda
 from forerun.executor.graphs.cuda import CudaGraphSteps
@@ -21,9 +22,12 @@ OWN: dict[str, dict[str, Any]] = {**WIDTHS, "DDTREE": {"speculative_ddtree_budge
 
 @pytest.fixture(autouse=True)
 def _random_widths(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Divided as in service: captured steps have no hook. Small batches draft for some too."""
+    """Divided as in service: captured steps have no hook. Small batches are divided, too, and draft
+    for some.
+    """
     choose_at_random(monkeypatch)
     monkeypatch.setattr(cuda, "DRAFTING_BATCH", 2)
+    monkeypatch.setattr(resolve, "FINE_TOKENS", 0)
 
 
 @pytest.mark.covering(2, 3)

@@ -13,7 +13,7 @@ from forerun.config.engine_config import EngineConfig
 from forerun.core.sampling_params import SamplingParams
 from forerun.engine.engine import Engine
 from forerun.scheduler.adaptive_width import AdaptiveWidth, FixedWidth, WidthPolicy
-from forerun_bench.simulated_load import H100_8B, PAGE, TOKEN, Clock, SimulatedExecutor
+from forerun_bench.simulated_load import H200_8B, PAGE, TOKEN, Clock, SimulatedExecutor
 
 SLOTS = 48
 
@@ -36,7 +36,7 @@ def calls(run: Callable[[], object]) -> int:
 
 def step_calls(requests: int, widths: WidthPolicy) -> int:
     """Calls of a step in which so many requests decode and none needs a page."""
-    engine = Engine(EngineConfig(), SimulatedExecutor(H100_8B, 8192, SLOTS, Clock()))
+    engine = Engine(EngineConfig(), SimulatedExecutor(H200_8B, 8192, SLOTS, Clock()))
     engine.scheduler.widths = widths
     params = SamplingParams(temperature=0.0, max_new_tokens=512, ignore_eos=True)
     for i in range(requests):
@@ -62,7 +62,7 @@ def test_each_request_of_a_plain_step_takes_few_calls(
 
 
 def test_only_new_pages_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine(EngineConfig(), SimulatedExecutor(H100_8B, 8192, SLOTS, Clock()))
+    engine = Engine(EngineConfig(), SimulatedExecutor(H200_8B, 8192, SLOTS, Clock()))
     params = SamplingParams(temperature=0.0, max_new_tokens=3 * PAGE, ignore_eos=True)
     request = engine.make_request([2] * PAGE, params)
     engine.submit(request)
@@ -89,7 +89,7 @@ def test_a_plain_step_is_no_outcome_of_drafts() -> None:
         def record_outcomes(self, outcomes: Any) -> None:
             raise AssertionError("there were no drafts")
 
-    engine = Engine(EngineConfig(), SimulatedExecutor(H100_8B, 8192, SLOTS, Clock()))
+    engine = Engine(EngineConfig(), SimulatedExecutor(H200_8B, 8192, SLOTS, Clock()))
     engine.scheduler.widths = policy = Policy((1,))
     request = engine.make_request([2] * 5, SamplingParams(max_new_tokens=9, ignore_eos=True))
     engine.submit(request)

@@ -112,6 +112,25 @@ def test_costs_of_steps_with_fewer_drafts_are_not_those_of_steps_with_all() -> N
     assert policy.costs[16][at] == pytest.approx(COSTS[16][at])
 
 
+def test_a_uniform_pass_has_the_same_width_for_all() -> None:
+    """So an easy request gets no more than a hard one, which a ragged pass would promise."""
+    requests, mixed = [request() for _ in range(4)], [EASY, HARD, HARD, HARD, HARD]
+    ragged, uniform = (
+        RaggedWidth(WIDTHS, COSTS, DRAFTING, is_uniform=lambda batch, small=small: batch <= small)
+        for small in (0, 4)
+    )
+    for policy in (ragged, uniform):
+        policy.record_survivals(requests, mixed)
+        policy.choose(requests)
+    assert set(uniform._budgets) == {1, 2, 4, 8}
+    for width, budget in uniform._budgets.items():
+        assert budget.tokens == 4 * width
+        drafts = sum(sum(each[: int(width) - 1]) for each in mixed[:4])
+        assert budget.expected == pytest.approx(4 + drafts)
+        assert budget.seconds == pytest.approx(COSTS[4][WIDTHS.index(width)])
+    assert ragged._budgets[4].expected > uniform._budgets[4].expected + 0.5
+
+
 def test_drafts_are_explored_while_none_pays() -> None:
     policy = RaggedWidth(WIDTHS, COSTS, DRAFTING)
     requests = [request() for _ in range(16)]

@@ -163,8 +163,10 @@ class EngineConfig:
     cuda_graph_max_bs: int | None = _setting(
         None, "Largest captured batch size; default: max_running_requests, at most 256"
     )
-    enable_piecewise_cuda_graph: bool = _setting(
-        False, "On a GPU: run prefills that are not captured whole in pieces around attention"
+    enable_piecewise_cuda_graph: bool | None = _setting(
+        None,
+        "On a GPU: run prefills that are not captured whole in pieces around attention. Default:"
+        " on one GPU, for models that can be captured so",
     )
     piecewise_cuda_graph_max_tokens: int | None = _setting(
         None,
@@ -261,7 +263,7 @@ class EngineConfig:
         None,
         "Divide the tokens that a step verifies among its requests by what their drafts promise,"
         " instead of as many for each; needs speculative_adaptive. Default: where it was measured"
-        " to be faster, which is nowhere yet",
+        " to be faster (one GPU, chains of drafts, a target without experts or recurrent layers)",
     )
     speculative_fallback: bool = _setting(
         False, "Continue with plain decoding if the algorithm fails, instead of aborting requests"
@@ -334,10 +336,10 @@ class EngineConfig:
             raise ConfigError(
                 "enable_piecewise_cuda_graph is set with disable_cuda_graph; drop one of them."
             )
-        if self.piecewise_cuda_graph_max_tokens and not self.enable_piecewise_cuda_graph:
+        if self.piecewise_cuda_graph_max_tokens and self.enable_piecewise_cuda_graph is False:
             raise ConfigError(
-                "piecewise_cuda_graph_max_tokens is set without enable_piecewise_cuda_graph; set"
-                " that too."
+                "piecewise_cuda_graph_max_tokens is set with enable_piecewise_cuda_graph off; drop"
+                " one of them."
             )
 
     @property

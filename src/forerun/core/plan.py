@@ -13,7 +13,7 @@ from forerun.core.grammar import Grammar
 from forerun.core.logprobs import LogprobParams, TokenLogprobs
 from forerun.core.pooling import Pooling
 from forerun.core.sampling_params import LogitParams
-from forerun.core.widths import captured_width, drafting_width, verify_widths
+from forerun.core.widths import DRAFTING_BATCH, captured_width, drafting_width, verify_widths
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,9 @@ class Limits:
     window: int = 0  # K/V positions that windowed pools keep behind a token; 0: no such pools
     ragged: bool = False  # the tokens of a verify pass are divided among its requests on the device
     cuts_drafts: bool = False  # a step may make fewer than K drafts, for all of its requests
+    # Full passes of at most so many tokens: smaller ones take no less time, so that nothing is won
+    # by dividing their tokens, and fewer drafts are made.
+    uniform_tokens: int = 0
 
     def verify_shape(self, requests: int, width: float, most: int | None = None) -> tuple[int, int]:
         """W and N of a step that verifies `width` tokens of each request, in the mean.
@@ -45,9 +48,16 @@ class Limits:
         width = captured_width(width, requests, full)
         if width == full:
             return full, 0
+        if most is None and self.has_uniform_passes(requests):
+            return int(width), 0
         rows = int(requests * width)
         wide = most or drafting_width(rows, requests, verify_widths(full, self.cuts_drafts))
         return wide, 0 if rows == requests * wide else rows
+
+    def has_uniform_passes(self, requests: int) -> bool:
+        """Whether so many requests have no ragged ones."""
+        small = requests * self.max_verify_tokens <= self.uniform_tokens
+        return self.cuts_drafts and small and requests < DRAFTING_BATCH
 
     def pages(self, tokens: int) -> int:
         """Pages needed for this many tokens."""

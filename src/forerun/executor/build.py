@@ -301,14 +301,17 @@ class _Builder:
 
     def _choose_piece_buckets(self, step: DeviceStep) -> list[int]:
         settings, config, limits = self.settings, self.settings.config, self.settings.limits
-        if not config.enable_piecewise_cuda_graph:
+        wanted = config.enable_piecewise_cuda_graph
+        # Ranks would measure other buckets each.
+        if wanted is False or not settings.graphs or self.comm.size > 1:
             return []
         if not step.captures_pieces:
-            log.warning(
-                "enable_piecewise_cuda_graph has no effect: %s cannot be captured in pieces around"
-                " its attention.",
-                settings.target.architecture,
-            )
+            if wanted:
+                log.warning(
+                    "enable_piecewise_cuda_graph has no effect: %s cannot be captured in pieces"
+                    " around its attention.",
+                    settings.target.architecture,
+                )
             return []
         asked = config.piecewise_cuda_graph_max_tokens
         most = min(limits.chunked_prefill_size, limits.slots * limits.context_length)
@@ -341,7 +344,7 @@ class _Builder:
             return EagerSteps(step)
         fix = "lower mem_fraction_static or cuda_graph_max_bs, or set disable_cuda_graph"
         if self.piece_buckets:
-            fix = f"drop enable_piecewise_cuda_graph, {fix}"
+            fix = f"turn enable_piecewise_cuda_graph off, {fix}"
         capturing = progress("capturing graphs", graphs.count)
         with self.memory.stage("graphs", fix), capturing as stage:
             graphs.capture(lambda name: stage.advance(detail=name))

@@ -14,7 +14,7 @@ from forerun.config.engine_config import EngineConfig
 from forerun.config.model_config import ModelConfig
 from forerun.core.errors import ConfigError
 from forerun.core.plan import Limits
-from forerun.core.widths import ragged_widths, verify_widths
+from forerun.core.widths import FINE_TOKENS, ragged_widths, verify_widths
 from forerun.executor.attention_setup import AttentionSetup, Placement, choose_attention
 from forerun.executor.fixed_order import cpu_has_fixed_order, has_fixed_order
 from forerun.executor.ragged import RaggedChoice, choose_ragged
@@ -95,11 +95,11 @@ def resolve(
 ) -> Settings:
     """`comm`: the tensor-parallel ranks; the settings are those of this one."""
     device = rank_device(config, comm.rank)
-    if config.enable_piecewise_cuda_graph and not captures_graphs(config, device):
-        raise ConfigError(
-            f"enable_piecewise_cuda_graph captures prefills on a GPU, and this is {device};"
-            " drop it."
-        )
+    if not captures_graphs(config, device):
+        why = "disable_cuda_graph is set" if config.disable_cuda_graph else f"this is {device}"
+        for name in ("enable_piecewise_cuda_graph", "piecewise_cuda_graph_max_tokens"):
+            if getattr(config, name):
+                raise ConfigError(f"{name} captures prefills on a GPU, and {why}; drop it.")
     if config.model_impl == TRANSFORMERS:
         config = _with_transformers(config, model_path)
     _check_quantization(config, device)
@@ -113,14 +113,14 @@ def resolve(
     if caps.draft_kv is not None:
         caps = replace(caps, draft_kv=caps.draft_kv.with_kv_dtype(draft_kv_dtype))
     _check_draft_settings(config, caps, algorithm)
-    ragged = choose_ragged(config, caps, device)
-    config = replace(config, speculative_ragged_verify=ragged.ragged)
     # On the meta device: its KV layout and attention follow from the config.
     ranks = UnreducedRank(comm.rank, comm.size) if comm.size > 1 else comm
     meta = WeightPlacement(dtype, torch.device("meta"), ranks, ep_size=config.ep_size)
     model = target_class(target, config.model_impl)(target, meta, max_positions=1)
     if config.ep_size > 1:
         check_has_experts(model, config.ep_size, target.architecture)
+    ragged = choose_ragged(config, caps, device, model)
+    config = replace(config, speculative_ragged_verify=ragged.ragged)
     graphs, arch = captures_graphs(config, device), gpu_arch(device)
     fixed_order = has_fixed_order(config, model, dtype, device)
     where = Placement(device, dtype, kv_dtype, graphs, arch, comm.size, draft_kv_dtype, fixed_order)
@@ -318,4 +318,5 @@ def _limits(
         ),
         ragged=bool(config.speculative_ragged_verify),
         cuts_drafts=caps.flexible and not caps.makes_trees,
+        uniform_tokens=FINE_TOKENS if captures_graphs(config, device) else 0,
     )

@@ -7,7 +7,7 @@ how many tokens a step verifies and for which requests it drafts (`verify_budget
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,7 @@ class RaggedWidth(ThroughputPolicy):
         costs: Mapping[int, Sequence[float]],
         drafting: Mapping[int, Mapping[int, float]] | None = None,
         parts: int = 8,
+        is_uniform: Callable[[int], bool] = lambda requests: False,
     ) -> None:
         """
         Args:
@@ -39,9 +40,10 @@ class RaggedWidth(ThroughputPolicy):
                 tokens of a request that they are made for, the last one included, and by the number
                 of requests.
             parts: of a batch, that a step can draft for.
+            is_uniform: `Limits.has_uniform_passes`.
         """
         super().__init__(widths, StepCosts(widths, costs, drafting))
-        self._parts = parts
+        self._parts, self._is_uniform = parts, is_uniform
         self._budgets: dict[float, Budget] = {}  # of the last batch, by width
         self._of: object = None  # what these are of: requests, limits and tellings
         self._tellings = 0  # of survivals; costs change little from one to the next
@@ -88,11 +90,16 @@ class RaggedWidth(ThroughputPolicy):
         """The best step of each width for a batch, with as many drafts of a request as pay."""
         batch, full, best = len(survival), self.max_drafts + 1, dict[float, Budget]()
         widths = [w for w in self.widths if captured_width(w, batch, full) == w]
-        for most in self.costs.drafting_widths or [full]:
-            fitting = [w for w in widths if w <= most <= self._most(batch, w) or w == 1]
+        groups = [
+            (most, most, [w for w in widths if w <= most <= self._most(batch, w) or w == 1])
+            for most in self.costs.drafting_widths or [full]
+        ]
+        if self._is_uniform(batch):  # their costs are measured with the drafts that they make
+            groups = [(int(width), full, [1, width]) for width in widths[1:]]
+        for most, drafted, fitting in groups:
             if len(fitting) == 1 and best:
                 continue  # plain decoding alone
-            found = budgets(survival[:, : most - 1], self._times(fitting, batch, most))
+            found = budgets(survival[:, : most - 1], self._times(fitting, batch, drafted))
             for width, each in zip(fitting, found, strict=True):
                 if width not in best or each.throughput > best[width].throughput:
                     best[width] = each
