@@ -7,8 +7,9 @@
 
 Four loads of requests with `--input-len` + `--output-len` tokens: `--burst` of them at once, 16 at
 a time, 1 at a time, and Poisson arrivals at `--request-rate`, by default 80 % of the lower one of
-both rates at which the burst was served (for which both start again). The client is `forerun bench serving --backend sglang` for both. Prints a table, and
-with `--output-file` appends every run as JSON.
+both rates at which the burst was served (for which both start again). The client is `forerun bench
+serving --backend sglang` for both. Prints a table, and with `--output-file` appends every run as
+JSON.
 """
 
 from __future__ import annotations

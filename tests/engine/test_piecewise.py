@@ -149,7 +149,7 @@ def test_a_cpu_is_refused() -> None:
     for asked in ({"enable_piecewise_cuda_graph": True}, {"piecewise_cuda_graph_max_tokens": 64}):
         with pytest.raises(ConfigError, match="captures prefills on a GPU, and this is cpu; drop"):
             golden_llm(device="cpu", **asked)
-    with pytest.raises(ConfigError, match="max_tokens .* and disable_cuda_graph is set; drop"):
+    with pytest.raises(ConfigError, match=r"max_tokens .* and disable_cuda_graph is set; drop"):
         golden_llm(piecewise_cuda_graph_max_tokens=64, disable_cuda_graph=True)
 
 

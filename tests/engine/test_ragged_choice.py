@@ -11,9 +11,9 @@ from forerun.attention.capabilities import Mask
 from forerun.config.engine_config import EngineConfig
 from forerun.core.errors import ConfigError
 from forerun.executor import ragged
+from forerun.executor.ragged import choose_ragged
 from forerun.layers.module import Module
 from forerun.layers.moe import Experts
-from forerun.executor.ragged import choose_ragged
 from forerun.scheduler.adaptive_width import AdaptiveWidth
 from forerun.scheduler.ragged_width import RaggedWidth
 from forerun.speculative.base import SpecCaps

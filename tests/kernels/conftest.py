@@ -13,16 +13,18 @@ import torch
 
 from forerun.kernels.cpu import library
 from tests.kernels.cpu_levels import LEVELS
-from tests.kernels.interpreter import quicken
+from tests.kernels.interpreter import multiply_row_by_row, quicken
 
 
 @pytest.fixture(autouse=True)
-def _interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+def _interpreter(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.is_available():
         return
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     interpreter = pytest.importorskip("triton.runtime.interpreter")
     quicken(interpreter, monkeypatch)
+    if "fixed_order" in request.module.__name__:
+        multiply_row_by_row(interpreter, monkeypatch)
 
 
 @pytest.fixture

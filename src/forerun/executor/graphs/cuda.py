@@ -3,9 +3,9 @@
 A graph is captured per batch bucket and width, greedy and sampled separately (`captured_flags`). A
 batch takes the smallest bucket that holds it and is filled up with the padding slot. A ragged pass
 takes the smallest that verifies as many tokens; what it has room for beyond goes to drafts too. As
-there are many of these, greedy requests share the graphs of sampled ones. An algorithm whose drafts have no fixed shape proposes and observes eagerly, before and after a
-captured verify pass. Batches that do more with the logits than sampling replay two parts
-(`split.py`).
+there are many of these, greedy requests share the graphs of sampled ones. An algorithm whose drafts
+have no fixed shape proposes and observes eagerly, before and after a captured verify pass. Batches
+that do more with the logits than sampling replay two parts (`split.py`).
 
 Short prompts are captured too, up to 16 together, each padded to a bucket of tokens: launching
 their kernels one by one takes the host longer than the GPU needs to run them. Other prefills may be
