@@ -6,6 +6,7 @@ A wrong head still gives the right text, so the drafts themselves are compared.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,9 @@ from forerun.models.heads.markov import DSparkHead
 from forerun.models.heads.plain import PlainHead
 from forerun.models.heads.selector import SelectorHead
 from forerun.scheduler.adaptive_width import WidthChoice
+from forerun.speculative import beam_tree
 from forerun.speculative.base import Draft, ProposeInput
+from forerun.speculative.ddtree import DDTree
 from forerun.speculative.dflash import DFlash
 from tests.golden_engine import golden_llm, without_layout_check
 
@@ -181,6 +184,67 @@ def test_the_other_layout_fails(name: str) -> None:
     layout = "fill-in" if stated else "anchor-first"
     with pair(HEADS / name, speculative_draft_layout=layout) as llm:
         assert accept_length(llm, name) < 0.8 * accepted(name)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("dspark")])
+def test_trees_hold_the_drafts_of_chains(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After every node of a chain's path the first child is the chain's next token."""
+    trees: dict[int, tuple[list[int], list[int]]] = {}
+    propose = DDTree.propose
+
+    def watched(self: DDTree, step: ProposeInput) -> Draft:
+        draft = propose(self, step)
+        assert draft.parents is not None
+        trees[int(step.start[0])] = draft.tokens[0].tolist(), draft.parents[0].tolist()
+        return draft
+
+    monkeypatch.setattr(DDTree, "propose", watched)
+    compared, lengths = 0, []
+    with tree_of(name) as llm:
+        for case in cases(name):
+            trees.clear()
+            out = llm.generate(input_ids=case["prompt"], sampling_params=params(case))
+            assert out.output_ids == case["output"]
+            lengths += out.meta_info["spec_accept_lengths"]
+            for step in case["steps"]:
+                tokens, parents = trees.get(step["start"], ([], []))
+                node = 0
+                for token in step["draft"]:
+                    if node not in parents:
+                        break
+                    node = parents.index(node) + 1  # the first child: the best one
+                    assert tokens[node - 1] == token
+                    compared += 1
+        llm.engine.check()
+    assert compared > 100 and sum(lengths) / len(lengths) > 1.05 * accepted(name)
+
+
+def test_a_tree_of_a_few_logits(tmp_path: Path) -> None:
+    """Tokens that the head does not correct are in no tree."""
+    source = HEADS / "dspark-speculators-b5"
+    config = json.loads((source / "config.json").read_text()) | {"dspark_draft_topk": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").symlink_to(source / "model.safetensors")
+    branched: Counter[int] = Counter()
+    best = beam_tree._Nodes.best
+
+    def counted(self: beam_tree._Nodes, count: int) -> Draft:
+        for scores, parents in zip(self.scores, self.parents, strict=True):
+            branched.update(parents[scores > -torch.inf].tolist())
+            assert max(branched.values()) <= 2
+            branched.clear()
+        return best(self, count)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(beam_tree._Nodes, "best", counted)
+        with tree_of("dspark-speculators-b5", tmp_path, max_running_requests=1) as llm:
+            assert accept_length(llm, "dspark-speculators-b5") > 1.5
+
+
+def tree_of(name: str, folder: Path | None = None, **settings: Any) -> LLM:
+    own = {"speculative_draft_model_path": str(folder or HEADS / name), **settings}
+    own |= {"speculative_ddtree_budget": 24}
+    return without_layout_check(golden_llm("DDTREE", HEADS / "target", **own))
 
 
 def test_a_block_of_one_row() -> None:
@@ -371,6 +435,28 @@ def test_output_equals_plain_decoding(
         llm.engine.check()
 
 
+@pytest.mark.covering(0)
+@pytest.mark.parametrize("settings", SETTINGS[:2], ids=range(2))
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("dspark")])
+def test_trees_give_the_output_of_plain_decoding(
+    name: str, settings: dict[str, Any], plain: list[list[int]]
+) -> None:
+    with tree_of(name, **settings) as llm:
+        assert texts(llm) == plain
+        llm.engine.check()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("dspark")])
+def test_trees_on_a_gpu(name: str, graph: bool) -> None:
+    """Texts in float32, and more accepted than of the reference's chains."""
+    settings = {"device": "cuda", "disable_cuda_graph": not graph, "max_running_requests": 8}
+    with tree_of(name, **settings) as llm:
+        assert accept_length(llm, name) > 1.05 * accepted(name)
+        llm.engine.check()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
 @pytest.mark.parametrize("name", NAMES)
@@ -402,6 +488,8 @@ def test_refusals() -> None:
     ):
         with pytest.raises(ConfigError, match=words), pair(HEADS / name, **settings):
             pass
+    with pytest.raises(ConfigError, match="Domino head gives one token"):
+        tree_of("domino-zlab-shift-b7")
 
 
 @pytest.mark.parametrize(

@@ -39,9 +39,10 @@ def explain_draft(folder: Path) -> dict[str, Any]:
 
 def _dflash(folder: Path) -> dict[str, Any]:
     config = load_dflash_config(folder)
+    makes_trees = config.head is None or config.head.branches
     return {
         "kind": "block draft (DFlash)",
-        "algorithms": ["DFLASH"] if config.head is not None else ["DFLASH", "DDTREE"],
+        "algorithms": ["DFLASH", "DDTREE"] if makes_trees else ["DFLASH"],
         "head": "none" if config.head is None else config.head.describe(),
         "layout": "anchor-first" if config.sample_from_anchor else "fill-in",
         "block_size": config.block_size,

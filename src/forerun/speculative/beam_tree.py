@@ -179,7 +179,8 @@ def propose_tree(
 
     Args:
         first: [B, H], for the logits of the first tokens.
-        model: runs it on beams, step after step; its logits [T, H] -> [T, V].
+        model: runs it on beams, step after step; its logits [T, H] -> [T, V]. Where the first gives
+            logits, the second is the identity.
         token_ids: [V] int64, the target's token id of each column; default: 0 … V - 1.
     """
     run, compute_logits = model

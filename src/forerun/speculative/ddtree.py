@@ -4,6 +4,10 @@ A block gives a distribution at every position. The tree holds the N prefixes th
 under the product of these, found best first: a prefix comes after its parent. If the marginals were
 exact and independent, no tree of N nodes would have a greater expected accept length.
 (arXiv 2604.12989.)
+
+A head that corrects a row's logits by the draft before it (DSpark) gives a distribution after every
+prefix. Its trees grow row by row, as those of a draft model that runs step by step
+(`beam_tree.py`).
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from forerun.attention.base import Mask
 from forerun.config.engine_config import EngineConfig
@@ -19,8 +24,12 @@ from forerun.config.model_config import ModelConfig
 from forerun.core.errors import ConfigError
 from forerun.kernels.speculation.best_first import best_first, top_log_probs
 from forerun.kernels.speculation.tree import MAX_NODES
+from forerun.models.heads.base import Block, Branches, BranchingHead
 from forerun.speculative.base import Draft, Option, ProposeInput, SpecCaps
+from forerun.speculative.beam_tree import Beams, BeamTree, propose_tree
 from forerun.speculative.dflash import DFlash, read_draft
+
+BEAMS = 8  # prefixes of a row after which a head's tree goes on, and tokens after each
 
 
 class DDTree(DFlash):
@@ -33,10 +42,10 @@ class DDTree(DFlash):
     def resolve(cls, config: EngineConfig, target: ModelConfig, dtype: torch.dtype) -> SpecCaps:
         budget = _budget(config)
         draft = read_draft(config)[1]
-        if draft.head is not None:
+        if draft.head is not None and not draft.head.branches:
             raise ConfigError(
-                f"DDTREE builds trees from the rows of a body alone, and this draft has a"
-                f" {draft.head.files.name} head; use --speculative-algorithm DFLASH."
+                f"DDTREE builds no trees of this draft: the {draft.head.files.name} head gives one"
+                " token of each row; use --speculative-algorithm DFLASH."
             )
         caps = super().resolve(config, target, dtype)
         return replace(
@@ -49,11 +58,22 @@ class DDTree(DFlash):
 
     def propose(self, step: ProposeInput) -> Draft:
         nodes = step.num_verify_tokens - 1  # no path is longer
-        rows = self._run_block(step).predicting
+        block, head = self._run_block(step), self._draft.head
+        if isinstance(head, BranchingHead):
+            return self._grow(step, block, head.branch(block, self._draft))
+        rows = block.predicting
         logits = self._draft.compute_logits(rows.flatten(0, 1))
         logits = logits.unflatten(0, rows.shape[:2])  # [B, depth, V]
         scores, ids = top_log_probs(logits, min(nodes, logits.shape[-1]))
         return Draft(*best_first(scores, self._draft.to_target_ids(ids), nodes))
+
+    def _grow(self, step: ProposeInput, block: Block, branches: Branches) -> Draft:
+        def logits(beams: Beams) -> Tensor:
+            return branches.after(beams.paths[:, :, -1], beams.paths.shape[2], beams.follow)
+
+        first = branches.after(block.anchor.unsqueeze(1), 0, lambda state: state).squeeze(1)
+        tree = BeamTree(block.depth, BEAMS)
+        return propose_tree(step, tree, first, (logits, lambda x: x), self._token_ids)
 
 
 def _budget(config: EngineConfig) -> int:

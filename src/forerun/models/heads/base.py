@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -98,6 +98,27 @@ class DraftHead(Module, ABC):
         """
 
 
+class Branches(Protocol):
+    """The logits after paths of drafts, row after row, for trees."""
+
+    def after(self, tokens: Tensor, row: int, follow: Callable[[Tensor], Tensor]) -> Tensor:
+        """Returns [B, n, V] of draft `row` after the paths that end with these tokens.
+
+        Args:
+            tokens: [B, n] int64, ids of the target; for row 0 the anchors.
+            follow: what belongs to the paths of the last call, for those that follow them now:
+                [B, m, ...] -> [B, n, ...].
+        """
+
+
+class BranchingHead(DraftHead):
+    """A head whose drafts may go on after any draft of the row before."""
+
+    @abstractmethod
+    def branch(self, block: Block, vocabulary: DraftVocabulary) -> Branches:
+        """Begins the trees of a block."""
+
+
 @dataclass(frozen=True)
 class HeadFiles:
     """How the files of a head are recognised, whoever wrote them."""
@@ -171,6 +192,7 @@ class HeadConfig(ABC):
     honours: ClassVar[tuple[str, ...]] = ()  # keys of the body that it reads, too
     fill_in_only: ClassVar[bool] = False  # no row layout but fill-in
     fixed_block: ClassVar[bool] = False  # weights are of one block size, and no smaller one works
+    branches: ClassVar[bool] = False  # it builds a `BranchingHead`
     last_row_predicts: ClassVar[bool] = True  # False: drafts are one fewer than rows that could
     # Of the body, where none of its keys states it.
     anchor_first: ClassVar[bool] = False  # the row layout, also of files whose head is off

@@ -12,7 +12,7 @@ A confidence head estimates how likely each draft is to be accepted, given that 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -36,7 +36,8 @@ from forerun.models.heads.base import (
     Affine,
     Block,
     BodySizes,
-    DraftHead,
+    Branches,
+    BranchingHead,
     DraftVocabulary,
     Draw,
     HeadConfig,
@@ -96,6 +97,7 @@ class MarkovConfig(HeadConfig):
 
     keys_read: ClassVar[type[msgspec.Struct]] = DSparkKeys
     anchor_first: ClassVar[bool] = True
+    branches: ClassVar[bool] = True
 
     @classmethod
     def read(cls, keys: Mapping[str, Any], where: str) -> MarkovConfig:
@@ -150,7 +152,7 @@ class MarkovConfig(HeadConfig):
         return f"DSpark head ({self.kind} Markov, rank {self.rank}{confidence})"
 
 
-class DSparkHead(DraftHead):
+class DSparkHead(BranchingHead):
     def __init__(self, config: MarkovConfig, sizes: BodySizes, place: WeightPlacement) -> None:
         self._config = config
         self.markov_head = MARKOV_HEADS[config.kind](config, sizes, place)
@@ -167,6 +169,14 @@ class DSparkHead(DraftHead):
             tokens, before = self._drawn(block, base, vocabulary, draw)
         confidence = self.confidence_head(hidden, before) if self._config.confidence else None
         return Proposal(tokens, confidence)
+
+    def branch(self, block: Block, vocabulary: DraftVocabulary) -> Branches:
+        hidden, top = block.predicting, self._config.draft_topk
+        base = vocabulary.compute_logits(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
+        if top is not None:
+            best, columns = base.topk(top, -1)
+            base = torch.full_like(base, -torch.inf).scatter(-1, columns, best)
+        return _MarkovBranches(self.markov_head, block, base)
 
     def _best(
         self, block: Block, base: Tensor, vocabulary: DraftVocabulary
@@ -209,6 +219,21 @@ class DSparkHead(DraftHead):
                 token = draw((base[:, i] + bias).unsqueeze(1), i, own).squeeze(1)
             tokens.append(token)
         return torch.stack(tokens, 1), torch.stack(before, 1)
+
+
+class _MarkovBranches(Branches):
+    def __init__(self, markov: MarkovHead, block: Block, base: Tensor) -> None:
+        """`base`: [B, D, V], logits without the bias."""
+        self._markov, self._hidden, self._base = markov, block.predicting, base
+        self._state = markov.start(block).unsqueeze(1)  # [B, paths, r]
+
+    def after(self, tokens: Tensor, row: int, follow: Callable[[Tensor], Tensor]) -> Tensor:
+        shape, markov = tokens.shape, self._markov
+        state = follow(self._state).expand(*shape, -1).flatten(0, 1)
+        hidden = self._hidden[:, row, None].expand(*shape, -1).flatten(0, 1)
+        x, state = markov.step(markov.markov_w1(tokens.flatten()), hidden, state)
+        self._state = state.unflatten(0, shape)
+        return self._base[:, row, None] + markov.markov_w2(x).unflatten(0, shape)
 
 
 class MarkovHead(Module):
