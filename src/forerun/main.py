@@ -42,6 +42,7 @@ OTHER_NAMES = {
     "--dp": "--dp-size",
     "--draft-max": "--speculative-num-draft-tokens",
     "--enable-expert-parallel": "--ep-size",
+    "--disable-prefill-cuda-graph": "--no-enable-piecewise-cuda-graph",
     "--enforce-eager": "--disable-cuda-graph",
     "--ep": "--ep-size",
     "--expert-parallel-size": "--ep-size",

@@ -20,7 +20,7 @@ from forerun.executor.step import device_step as device_step_module
 from forerun.executor.step.device_step import DeviceStep
 from forerun.executor.step.inputs import DecodeInput
 from forerun.kernels.cpu import library
-from forerun.sampling.sampler import SamplingFlags
+from forerun.sampling.sampler import SAMPLED, SamplingFlags
 from forerun.scheduler.adaptive_width import FixedWidth
 from forerun.speculative.base import Draft, ProposeInput
 from forerun.speculative.ragged.allocate import allocate
@@ -194,6 +194,11 @@ def test_the_graph_of_a_pass_has_room_for_its_padding() -> None:
             assert (found.size, found.width) == (8, width)
             return found.rows
 
+        # Greedy requests have graphs of their own where there are few.
+        for wanted, flags in ((0, SamplingFlags()), (16, SAMPLED)):
+            batch = DecodeBatch(range(8), full, num_rows=wanted, **shape)
+            assert steps._graph_of(batch, 8)[1] == flags
+        assert steps.num_decode([8]) == 2 + 1 + 1 + 2
         assert rows(0, 1) == 0 and rows(0) == 0
         assert [rows(wanted) for wanted in (6, 13, 14, 29, 30)] == [16, 16, 32, 32, 0]
 

@@ -233,7 +233,8 @@ class _MarkovBranches(Branches):
         hidden = self._hidden[:, row, None].expand(*shape, -1).flatten(0, 1)
         x, state = markov.step(markov.markov_w1(tokens.flatten()), hidden, state)
         self._state = state.unflatten(0, shape)
-        return self._base[:, row, None] + markov.markov_w2(x).unflatten(0, shape)
+        logits: Tensor = self._base[:, row, None] + markov.markov_w2(x).unflatten(0, shape)
+        return logits
 
 
 class MarkovHead(Module):
