@@ -15,6 +15,7 @@ from rich.console import Console
 from forerun import LLM
 from forerun.cli.tables import COLUMNS
 from forerun.core.errors import ConfigError
+from forerun.evals.prompts import chat_encoder, word_prompts
 from forerun.main import run
 from forerun.scheduler.adaptive_width import FixedWidth
 from forerun_bench.cli import widths as cli
@@ -194,6 +195,7 @@ def test_the_older_name_works_as_before(capsys: pytest.CaptureFixture[str]) -> N
         ("bench widths --accept-length 99 --batch-size 1", "the 16 tokens that a step verifies"),
         ("bench widths --policies plain narrow", "Unknown policy 'narrow'"),
         ("bench widths --policies plain", "needs two or more"),
+        ("bench widths --mixed --accept-length 2", "--mixed is for real text"),
     ],
 )
 @needs_pair
@@ -201,3 +203,12 @@ def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], line: str, me
     assert run(line.split()) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+@needs_pair
+def test_mixed_prompts_take_turns() -> None:
+    with LLM(speculative_algorithm="NGRAM", max_running_requests=3) as llm:
+        words = word_prompts(chat_encoder(llm.tokenizer), 2)
+        found = Loads([3], [], 100, 8, 1, mixed=True).prompts(llm, Shape(3, 100, 8), False)
+    assert [found[0], found[2]] == [list(each.ids[:100]) for each in words]
+    assert len(found) == 3 and len(found[1]) == 100

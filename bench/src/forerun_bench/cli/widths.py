@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import typer
@@ -18,6 +18,7 @@ from forerun.cli.settings import with_speculation
 from forerun.cli.tables import print_table, yes_no
 from forerun.core.errors import ConfigError
 from forerun.evals.environment import environment
+from forerun.evals.prompts import chat_encoder, word_prompts
 from forerun.platform.device import resolve_device
 from forerun.speculative.simulate import accept_lengths
 from forerun_bench.cli.inputs import (
@@ -46,6 +47,9 @@ def widths_command(
     output_len: Annotated[int, typer.Option(help="New tokens")] = 256,
     *,
     random_input: RandomInput = False,
+    mixed: Annotated[
+        bool, typer.Option("--mixed", help="Prompts: word problems and Python in turn")
+    ] = False,
     preset: Preset = None,
     policies: Annotated[
         list[str], typer.Option(help="Two or more of plain, full, single, ragged")
@@ -59,7 +63,7 @@ def widths_command(
     On a CPU all engines are loaded and their runs interleaved; on a GPU one engine after the other
     has all of the memory.
     """
-    loads = Loads(batch_size, accept_length, input_len, output_len, repetitions)
+    loads = Loads(batch_size, accept_length, input_len, output_len, repetitions, mixed)
     found = compare_widths(
         *(loads, chosen(policies), with_input(engine, preset, random_input)), quiet=as_json
     )
@@ -78,10 +82,20 @@ class Loads:
     input_len: int
     output_len: int
     repetitions: int
+    mixed: bool = False  # word problems and Python in turn, up to `input_len` tokens of each
 
     @property
     def shapes(self) -> list[Shape]:
         return [Shape(batch, self.input_len, self.output_len) for batch in self.batch_sizes]
+
+    def prompts(self, llm: LLM, shape: Shape, random_input: bool) -> list[list[int]]:
+        if not self.mixed:
+            return make_prompts(llm, shape, random_input)
+        count = -(-shape.batch_size // 2)
+        words = word_prompts(chat_encoder(llm.tokenizer), count)
+        python = make_prompts(llm, replace(shape, batch_size=count), False)
+        pairs = zip((list(each.ids[: shape.input_len]) for each in words), python, strict=True)
+        return [prompt for pair in pairs for prompt in pair][: shape.batch_size]
 
     def cells(self) -> list[Cell]:
         lengths = list[str | None](self.lengths) or [None]
@@ -123,6 +137,8 @@ def compare_widths(
         ConfigError: they cannot be measured.
     """
     engine, random_input = given
+    if loads.mixed and (random_input or loads.lengths):
+        raise ConfigError("--mixed is for real text and acceptance; drop it, or what makes it up.")
     check(loads.shapes, loads.repetitions, random_input, engine)
     settings = widths_settings(engine, loads.shapes, loads.lengths, random_input)
     cells, kinds = loads.cells(), engines(settings, names)
@@ -138,7 +154,7 @@ def compare_widths(
                 llms = [(stack.enter_context(LLM(**own)), of) for own, of in group]
                 for cell in cells:
                     shape = Shape(cell.load.batch_size, loads.input_len, loads.output_len)
-                    prompts = make_prompts(llms[0][0], shape, random_input)
+                    prompts = loads.prompts(llms[0][0], shape, random_input)
                     measure(llms, cell, prompts, loads.output_len, loads.repetitions)
                     bar.advance(task)
                 last = llms[-1][0]
