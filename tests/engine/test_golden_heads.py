@@ -9,6 +9,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from forerun import LLM
 from forerun.core.errors import ConfigError
+from forerun.kernels.speculation.best_first import NO_TOKEN
 from forerun.models.dflash import DFlashDraft
 from forerun.models.dflash_config import load_dflash_config
 from forerun.models.heads.base import Block, DraftHead, DraftVocabulary, Draw, Proposal
@@ -27,7 +29,8 @@ from forerun.models.heads.selector import SelectorHead
 from forerun.scheduler.adaptive_width import WidthChoice
 from forerun.speculative import beam_tree
 from forerun.speculative.base import Draft, ProposeInput
-from forerun.speculative.ddtree import DDTree
+from forerun.speculative.beam_tree import propose_tree
+from forerun.speculative.ddtree import DDTree, _tree
 from forerun.speculative.dflash import DFlash
 from tests.golden_engine import golden_llm, without_layout_check
 
@@ -241,9 +244,36 @@ def test_a_tree_of_a_few_logits(tmp_path: Path) -> None:
             assert accept_length(llm, "dspark-speculators-b5") > 1.5
 
 
+@pytest.mark.parametrize(
+    ("name", "block", "budget"),
+    [("dspark-speculators-fillin-pruned-b6", 2, 32), ("dspark-speculators-b5", 2, 255)],
+)
+def test_short_blocks_give_trees_of_many_nodes(name: str, block: int, budget: int) -> None:
+    """More than eight beams give: as many as are verified."""
+    own = {"speculative_dflash_block_size": block, "speculative_ddtree_budget": budget}
+    with tree_of(name, **own) as llm:
+        assert accept_length(llm, name) > 1.3
+        llm.engine.check()
+
+
+@pytest.mark.parametrize("vocab_size", [2, 8, 300])
+@pytest.mark.parametrize("nodes", [1, 9, 255])
+def test_a_vocabulary_may_be_smaller_than_a_tree(nodes: int, vocab_size: int) -> None:
+    """Nodes that no token is left for have none."""
+    logits = torch.randn(3, vocab_size)
+    step: Any = SimpleNamespace(num_verify_tokens=nodes + 1)
+    tree = _tree(1, nodes, vocab_size)
+    draft = propose_tree(step, tree, logits, (lambda beams: logits, lambda x: x))
+    given = min(nodes, vocab_size)
+    assert draft.tokens[:, :given].equal(logits.topk(given)[1])
+    assert draft.parents is not None and not draft.parents.any()
+    assert (draft.tokens[:, given:] == NO_TOKEN).all()
+    assert draft.tokens.shape == (3, nodes)
+
+
 def tree_of(name: str, folder: Path | None = None, **settings: Any) -> LLM:
-    own = {"speculative_draft_model_path": str(folder or HEADS / name), **settings}
-    own |= {"speculative_ddtree_budget": 24}
+    own: dict[str, Any] = {"speculative_draft_model_path": str(folder or HEADS / name)}
+    own |= {"speculative_ddtree_budget": 24, **settings}
     return without_layout_check(golden_llm("DDTREE", HEADS / "target", **own))
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from forerun.attention.base import AttentionContext, Mask
 from forerun.config.engine_config import EngineConfig
 from forerun.core.errors import ConfigError
-from forerun.kernels.speculation.best_first import top_log_probs
+from forerun.kernels.speculation.best_first import NO_TOKEN, top_log_probs
 from forerun.kernels.speculation.tree import MAX_NODES, pack_bits
 from forerun.speculative.base import Draft, Option, ProposeInput, SpecCaps
 
@@ -158,7 +158,14 @@ class _Nodes:
         return scores, at + (self._count - self.scores[-1].shape[1] + 1), beams
 
     def best(self, count: int) -> Draft:
-        """The `count` best nodes, best first: parents come first, where scores are equal too."""
+        """The `count` best nodes, best first: parents come first, where scores are equal too.
+
+        Where fewer were given, the others have no token.
+        """
+        if (missing := count - self._count) > 0:
+            ids, scores = self.ids[0], self.scores[0]
+            empty = ids.new_full((ids.shape[0], missing), NO_TOKEN)
+            self.add(empty, torch.full_like(empty, -torch.inf, dtype=scores.dtype), empty * 0)
         ids, scores, parents = (
             torch.cat(each, 1) for each in (self.ids, self.scores, self.parents)
         )

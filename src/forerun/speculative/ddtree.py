@@ -29,7 +29,9 @@ from forerun.speculative.base import Draft, Option, ProposeInput, SpecCaps
 from forerun.speculative.beam_tree import Beams, BeamTree, propose_tree
 from forerun.speculative.dflash import DFlash, read_draft
 
-BEAMS = 8  # prefixes of a row after which a head's tree goes on, and tokens after each
+# Prefixes of a row after which a head's tree goes on, and tokens after each; more in short blocks,
+# for as many nodes as are verified.
+BEAMS = 8
 
 
 class DDTree(DFlash):
@@ -72,8 +74,15 @@ class DDTree(DFlash):
             return branches.after(beams.paths[:, :, -1], beams.paths.shape[2], beams.follow)
 
         first = branches.after(block.anchor.unsqueeze(1), 0, lambda state: state).squeeze(1)
-        tree = BeamTree(block.depth, BEAMS)
+        tree = _tree(block.depth, step.num_verify_tokens - 1, first.shape[-1])
         return propose_tree(step, tree, first, (logits, lambda x: x), self._token_ids)
+
+
+def _tree(depth: int, nodes: int, vocab_size: int) -> BeamTree:
+    """The tree of a head that has so many nodes to give, if the vocabulary is large enough."""
+    trees = (BeamTree(depth, beams) for beams in range(BEAMS, max(BEAMS, nodes) + 1))
+    tree = next(each for each in trees if each.candidates >= nodes)
+    return replace(tree, topk=min(tree.topk, vocab_size))
 
 
 def _budget(config: EngineConfig) -> int:
