@@ -191,8 +191,12 @@ def test_transformers_modules_come_with_a_warning(
     with family_llm(root, "transformers") as llm:
         assert llm.explain()["model_impl"] == "transformers"
     assert "model_impl transformers" in caplog.text and "several times" in caplog.text
-    with pytest.raises(ConfigError, match="graph is not available with model_impl"):
-        _with_transformers(EngineConfig(enable_piecewise_cuda_graph=True), root / "transformers")
+    for asked in (
+        EngineConfig(enable_piecewise_cuda_graph=True),
+        EngineConfig(piecewise_cuda_graph_max_tokens=64),
+    ):
+        with pytest.raises(ConfigError, match=r"piecewise.* is not available with model_impl"):
+            _with_transformers(asked, root / "transformers")
     with pytest.raises(ConfigError, match="or set model_impl transformers"):
         family_llm(root, "transformers", model_impl="auto")
 

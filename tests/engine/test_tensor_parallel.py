@@ -388,9 +388,12 @@ def test_bad_input() -> None:
         ThreadRanksExecutor(settings, folder("dense"), None)
     with pytest.raises(ConfigError, match=r"ep_size 2 divides experts, and .* has none; drop it"):
         ThreadRanksExecutor(config("dense", None, tp_size=2, ep_size=2), folder("dense"), None)
-    settings = config("dense", None, tp_size=2, enable_piecewise_cuda_graph=True)
-    with pytest.raises(ConfigError, match="graph is not available with tp_size 2"):
-        check_ranks(settings)
+    for name, value in (
+        ("enable_piecewise_cuda_graph", True),
+        ("piecewise_cuda_graph_max_tokens", 64),
+    ):
+        with pytest.raises(ConfigError, match=f"^{name} is not available with tp_size 2"):
+            check_ranks(config("dense", None, tp_size=2, **{name: value}))
     with pytest.raises(ConfigError, match="model_impl transformers is not available with tp_size"):
         check_ranks(config("dense", None, tp_size=2, model_impl="transformers"))
 

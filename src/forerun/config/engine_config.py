@@ -16,6 +16,8 @@ from forerun.core.checks import of_type
 from forerun.core.errors import ConfigError, divisors, nearest, shown
 
 MAX_INT64 = 2**63 - 1
+# What asks for prefills in captured pieces.
+PIECEWISE_SETTINGS = ("enable_piecewise_cuda_graph", "piecewise_cuda_graph_max_tokens")
 
 
 def _setting(default: Any, help: str, choices: tuple[Any, ...] = ()) -> Any:

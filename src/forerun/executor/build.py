@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from forerun.attention.model_attention import ModelAttention
-from forerun.config.engine_config import EngineConfig
+from forerun.config.engine_config import PIECEWISE_SETTINGS, EngineConfig
 from forerun.core.errors import ConfigError
 from forerun.core.executor import ExecutorInfo
 from forerun.executor.agreement import Agreement
@@ -306,10 +306,10 @@ class _Builder:
         if wanted is False or not settings.graphs or self.comm.size > 1:
             return []
         if not step.captures_pieces:
-            if wanted:
+            for name in (each for each in PIECEWISE_SETTINGS if getattr(config, each)):
                 log.warning(
-                    "enable_piecewise_cuda_graph has no effect: %s cannot be captured in pieces"
-                    " around its attention.",
+                    "%s has no effect: %s cannot be captured in pieces around its attention.",
+                    name,
                     settings.target.architecture,
                 )
             return []
