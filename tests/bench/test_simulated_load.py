@@ -14,6 +14,7 @@ from forerun.engine.engine import Engine
 from forerun_bench.simulated_load import (
     H200_8B,
     LOADS,
+    PAGE,
     TOKEN,
     Clock,
     SimulatedExecutor,
@@ -123,6 +124,28 @@ def test_the_next_step_is_planned_late() -> None:
     assert first.output == second.output == [TOKEN] * 3
     assert engine.spare_seconds() == 0.0
     engine.check()
+
+
+def test_cached_prefixes_do_not_make_steps_long() -> None:
+    """Prompts of a step are as many as the rest of those that wait says, not their prefixes."""
+    clock = Clock()
+    executor = SimulatedExecutor(H200_8B, 8192, 64, clock)
+    engine, shared = Engine(EngineConfig(), executor, clock), [3] * 60 * PAGE
+    params = SamplingParams(temperature=0.0, max_new_tokens=1, ignore_eos=True)
+
+    def serve(prompts: list[list[int]]) -> list[int]:
+        before = len(executor.steps)
+        for prompt in prompts:
+            engine.submit(engine.make_request(prompt, params))
+        while engine.has_work:
+            engine.step()
+        return [plan.num_prefill_tokens for plan, _ in executor.steps[before:]]
+
+    for size in (300, 5000, 800, 4000):  # its times are learned
+        serve([[4] * size])
+    serve([[*shared, 5]])
+    steps = serve([[*shared, 5 + i % 3, *[i // 3 % 4 + 4] * 100] for i in range(64)])
+    assert sum(steps) > 4000 and max(steps) < 2000
 
 
 def test_long_prompts_do_not_stall_who_reads() -> None:

@@ -483,10 +483,12 @@ class Scheduler:
             request = self._next_prompt(step.plan, started) if more else None
 
     def _prompt_tokens(self) -> int:
-        """How many there are to compute, of requests that may get a slot. O(slots)."""
+        """How many there are to compute, of requests that may get a slot: of those that wait, what
+        is not cached. O(slots).
+        """
         begun = (r.prefill_left for r in self.running if r.state is State.PREFILL)
         waiting = itertools.islice(self.waiting, len(self._free_slots))
-        return sum(begun) + sum(len(r.prompt) + len(r.output) for r in waiting)
+        return sum(begun) + sum(self.waiting.uncached_tokens(request) for request in waiting)
 
     def _prompt_rank(self) -> int | None:
         """Rank of the most urgent prompt to compute; one that waits may not find pages."""
