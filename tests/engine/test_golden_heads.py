@@ -250,7 +250,8 @@ def test_a_tree_of_a_few_logits(tmp_path: Path) -> None:
 )
 def test_short_blocks_give_trees_of_many_nodes(name: str, block: int, budget: int) -> None:
     """More than eight beams give: as many as are verified."""
-    own = {"speculative_dflash_block_size": block, "speculative_ddtree_budget": budget}
+    sizes = {"speculative_dflash_block_size": block, "speculative_ddtree_budget": budget}
+    own: dict[str, Any] = dict(sizes)
     with tree_of(name, **own) as llm:
         assert accept_length(llm, name) > 1.3
         llm.engine.check()
@@ -481,7 +482,8 @@ def test_trees_give_the_output_of_plain_decoding(
 @pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("dspark")])
 def test_trees_on_a_gpu(name: str, graph: bool) -> None:
     """Texts in float32, and more accepted than of the reference's chains."""
-    settings = {"device": "cuda", "disable_cuda_graph": not graph, "max_running_requests": 8}
+    settings: dict[str, Any] = {"device": "cuda", "disable_cuda_graph": not graph}
+    settings["max_running_requests"] = 8
     with tree_of(name, **settings) as llm:
         assert accept_length(llm, name) > 1.05 * accepted(name)
         llm.engine.check()
@@ -492,7 +494,8 @@ def test_trees_on_a_gpu(name: str, graph: bool) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_on_a_gpu(name: str, graph: bool) -> None:
     """In float32: the texts, and the acceptance of the reference, with one request and with all."""
-    settings = {"device": "cuda", "disable_cuda_graph": not graph, "max_running_requests": 8}
+    settings: dict[str, Any] = {"device": "cuda", "disable_cuda_graph": not graph}
+    settings["max_running_requests"] = 8
     known = cases(name)
     with pair(HEADS / name, **settings) as llm:
         outs = llm.generate(
