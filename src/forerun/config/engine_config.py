@@ -16,8 +16,6 @@ from forerun.core.checks import of_type
 from forerun.core.errors import ConfigError, divisors, nearest, shown
 
 MAX_INT64 = 2**63 - 1
-# What asks for prefills in captured pieces.
-PIECEWISE_SETTINGS = ("enable_piecewise_cuda_graph", "piecewise_cuda_graph_max_tokens")
 
 
 def _setting(default: Any, help: str, choices: tuple[Any, ...] = ()) -> Any:
@@ -343,6 +341,12 @@ class EngineConfig:
                 "piecewise_cuda_graph_max_tokens is set with enable_piecewise_cuda_graph off; drop"
                 " one of them."
             )
+
+    @property
+    def asks_for_pieces(self) -> str | None:
+        """The setting that asks for prefills in captured pieces; None: nothing does."""
+        names = ("enable_piecewise_cuda_graph", "piecewise_cuda_graph_max_tokens")
+        return next((name for name in names if getattr(self, name)), None)
 
     @property
     def draft_ranks(self) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from forerun.attention.model_attention import ModelAttention
-from forerun.config.engine_config import PIECEWISE_SETTINGS, EngineConfig
+from forerun.config.engine_config import EngineConfig
 from forerun.core.errors import ConfigError
 from forerun.core.executor import ExecutorInfo
 from forerun.executor.agreement import Agreement
@@ -301,15 +301,15 @@ class _Builder:
 
     def _choose_piece_buckets(self, step: DeviceStep) -> list[int]:
         settings, config, limits = self.settings, self.settings.config, self.settings.limits
-        wanted = config.enable_piecewise_cuda_graph
+        off = config.enable_piecewise_cuda_graph is False
         # Ranks would measure other buckets each.
-        if wanted is False or not settings.graphs or self.comm.size > 1:
+        if off or not settings.graphs or self.comm.size > 1:
             return []
         if not step.captures_pieces:
-            for name in (each for each in PIECEWISE_SETTINGS if getattr(config, each)):
+            if setting := config.asks_for_pieces:
                 log.warning(
                     "%s has no effect: %s cannot be captured in pieces around its attention.",
-                    name,
+                    setting,
                     settings.target.architecture,
                 )
             return []

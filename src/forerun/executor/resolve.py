@@ -10,7 +10,7 @@ import torch
 
 from forerun.attention.capabilities import PER_STEP, Phase
 from forerun.attention.select import choose_page_size
-from forerun.config.engine_config import PIECEWISE_SETTINGS, EngineConfig
+from forerun.config.engine_config import EngineConfig
 from forerun.config.model_config import ModelConfig
 from forerun.core.errors import ConfigError
 from forerun.core.plan import Limits
@@ -95,11 +95,9 @@ def resolve(
 ) -> Settings:
     """`comm`: the tensor-parallel ranks; the settings are those of this one."""
     device = rank_device(config, comm.rank)
-    if not captures_graphs(config, device):
+    if (asked := config.asks_for_pieces) and not captures_graphs(config, device):
         why = "disable_cuda_graph is set" if config.disable_cuda_graph else f"this is {device}"
-        for name in PIECEWISE_SETTINGS:
-            if getattr(config, name):
-                raise ConfigError(f"{name} captures prefills on a GPU, and {why}; drop it.")
+        raise ConfigError(f"{asked} captures prefills on a GPU, and {why}; drop it.")
     if config.model_impl == TRANSFORMERS:
         config = _with_transformers(config, model_path)
     _check_quantization(config, device)
@@ -157,9 +155,8 @@ def _threads(model: CausalLM, device: torch.device) -> CpuThreads | None:
 
 def _with_transformers(config: EngineConfig, model_path: Path) -> EngineConfig:
     """Steps of transformers' modules are not captured: nothing says that they can be."""
-    for name in PIECEWISE_SETTINGS:
-        if getattr(config, name):
-            raise ConfigError(f"{name} is not available with model_impl transformers; drop it.")
+    if asked := config.asks_for_pieces:
+        raise ConfigError(f"{asked} is not available with model_impl transformers; drop it.")
     log.warning(
         "model_impl transformers: %s runs in transformers' own modules. Attention is Forerun's; all"
         " else is neither fused nor captured in CUDA graphs, so a decode step takes as long as the"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from forerun.config.engine_config import PIECEWISE_SETTINGS, EngineConfig
+from forerun.config.engine_config import EngineConfig
 from forerun.config.model_config import load_model_config
 from forerun.core.errors import ConfigError
 from forerun.layers.communication import UnreducedRank
@@ -59,9 +59,8 @@ def check_ranks(config: EngineConfig) -> None:
     where = f"with tp_size {config.tp_size}"
     if config.model_impl == TRANSFORMERS:
         raise ConfigError(f"model_impl transformers is not available {where}; drop one of them.")
-    for name in PIECEWISE_SETTINGS:
-        if getattr(config, name):
-            raise ConfigError(f"{name} is not available {where}; drop one of them.")
+    if asked := config.asks_for_pieces:
+        raise ConfigError(f"{asked} is not available {where}; drop one of them.")
 
 
 def config_of_rank(config: EngineConfig, rank: int) -> EngineConfig:

@@ -32,7 +32,6 @@ from forerun.core.plan import PrefillChunk
 from forerun.core.widths import DRAFTING_BATCH
 from forerun.executor.graphs.host_results import HostResults
 from forerun.executor.graphs.piecewise import (
-    WARM_UPS,
     CudaGraphRecorder,
     GraphRecorder,
     PiecewisePrefill,
@@ -358,8 +357,7 @@ class CudaGraphSteps:
         graph, output = torch.cuda.CUDAGraph(), None
         try:
             with self._on_stream(device):  # lazy initialisation must not be captured
-                for _ in range(WARM_UPS):
-                    run()
+                run()
             with torch.cuda.graph(graph, self._pool, self._stream, CAPTURE_ERROR_MODE):
                 output = run()
         except RuntimeError as error:  # may be caused by an error of the algorithm

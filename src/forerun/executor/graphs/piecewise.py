@@ -51,7 +51,6 @@ SMALLEST = 32  # tokens
 # A prefill is host-bound if launching its kernels takes more than this part of its time.
 HOST_BOUND = 0.9
 TIMED_RUNS = 2
-WARM_UPS = 1
 
 
 def token_buckets(largest: int) -> list[int]:
@@ -327,8 +326,7 @@ class PiecewisePrefill:
     def capture(self, recorder: GraphRecorder, count: int) -> None:
         """Captures one bucket; in a block of dummy steps, the largest bucket first."""
         step = self.step
-        for _ in range(WARM_UPS):  # lazy initialisation must not be captured
-            _dummy_prefill(step, count)
+        _dummy_prefill(step, count)  # lazy initialisation must not be captured
 
         def forward(
             ids: Tensor, positions: Tensor, ctx: AttentionContext

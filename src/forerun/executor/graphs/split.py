@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from forerun.attention.model_attention import StepBuffers
-from forerun.executor.graphs.piecewise import WARM_UPS, GraphRecorder
+from forerun.executor.graphs.piecewise import GraphRecorder
 from forerun.executor.step.device_step import DeviceStep
 from forerun.executor.step.grammar_masks import DraftCopy
 from forerun.executor.step.inputs import (
@@ -93,8 +93,7 @@ def capture_split(
         step.observe(output)
         return replace(output, observe=None)
 
-    for _ in range(WARM_UPS):  # lazy initialisation must not be captured
-        commit(forward())
+    commit(forward())  # lazy initialisation must not be captured
     try:
         recorder.begin()
         verified = forward()
