@@ -76,6 +76,10 @@ class _Pending:
     end: float
     value: StepResult
 
+    @property
+    def is_done(self) -> bool:
+        return self.clock.now >= self.end
+
     def result(self) -> StepResult:
         self.clock.now = max(self.clock.now, self.end)
         return self.value

@@ -37,7 +37,6 @@ from forerun.scheduler.scheduler import CompletedStep, ScheduledStep, Scheduler
 
 log = logging.getLogger("forerun")
 LAUNCH_SECONDS = 0.004  # from planning a step to the device's having it, at most
-READ_SECONDS = 0.0005  # for a result that is there, at most
 HELD_SECONDS = 0.001  # between two looks at requests whose grammars take long, if no other run
 
 
@@ -196,14 +195,18 @@ class Engine:
         waits = plan is not None and len(self._in_flight) <= self.limits.overlap_depth
         if not self._in_flight or waits:
             return late
-        step, asked = self._in_flight.popleft(), self._clock()
+        step = self._in_flight.popleft()
+        was_done = step.pending.is_done
         try:
             result = step.pending.result()
         except Exception as error:
             self._executor_failed(error)
             raise
         now = self._clock()
-        self._next_began(asked, now)
+        # The device goes on with the next step. When the last one ended is not known if it was done
+        # already: long ago maybe, while the host launched the next. That began then.
+        began_late = was_done and self._in_flight
+        self._began = self._in_flight[0].launched if began_late else now
         done = self.scheduler.complete(result)
         self._record(done, step, now)
         self._idle = not self.has_work
@@ -211,15 +214,6 @@ class Engine:
             if request.first_token_at is None:
                 request.first_token_at = now
         return late + done.changed
-
-    def _next_began(self, asked: float, now: float) -> None:
-        """The device goes on with the next step, if one is in flight.
-
-        A result that was there when it was `asked` for says nothing about when its step ended: it
-        may have long ago, while the host launched the next one. That began at its launch then.
-        """
-        waited = now - asked > READ_SECONDS
-        self._began = now if waited or not self._in_flight else self._in_flight[0].launched
 
     def _resume(self) -> None:
         """Queues the held requests whose masks are computed."""
