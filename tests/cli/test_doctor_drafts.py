@@ -33,7 +33,8 @@ def test_a_block_draft(forerun) -> None:
         forerun("doctor", "--speculative-draft-model-path", str(folder), "--json").out
     )["draft"]
     assert draft["head"] == "DSpark head (vanilla Markov, rank 16, confidence head)"
-    assert draft["algorithms"] == ["DFLASH"]
+    assert draft["algorithms"] == ["DFLASH", "DDTREE"]
+    assert explain_draft(HEADS / "dflash2-zlab-b8")["algorithms"] == ["DFLASH"]  # no trees
     assert (draft["layout"], draft["num_drafts"], draft["num_verify_tokens"]) == ("fill-in", 5, 6)
     assert (draft["vocab_size"], draft["draft_vocab_size"]) == (512, 96)
     assert draft["weights"] == "as the config says"
