@@ -90,16 +90,16 @@ class RaggedWidth(ThroughputPolicy):
         """The best step of each width for a batch, with as many drafts of a request as pay."""
         batch, full, best = len(survival), self.max_drafts + 1, dict[float, Budget]()
         widths = [w for w in self.widths if captured_width(w, batch, full) == w]
-        groups = [
-            (most, most, [w for w in widths if w <= most <= self._most(batch, w) or w == 1])
+        fitting_of = {  # by the most tokens of one request
+            most: [w for w in widths if w <= most <= self._most(batch, w) or w == 1]
             for most in self.costs.drafting_widths or [full]
-        ]
-        if self._is_uniform(batch):  # their costs are measured with the drafts that they make
-            groups = [(int(width), full, [1, width]) for width in widths[1:]]
-        for most, drafted, fitting in groups:
+        }
+        if self._is_uniform(batch):
+            fitting_of = {int(width): [1, width] for width in widths[1:]}
+        for most, fitting in fitting_of.items():
             if len(fitting) == 1 and best:
                 continue  # plain decoding alone
-            found = budgets(survival[:, : most - 1], self._times(fitting, batch, drafted))
+            found = budgets(survival[:, : most - 1], self._times(fitting, batch, most))
             for width, each in zip(fitting, found, strict=True):
                 if width not in best or each.throughput > best[width].throughput:
                     best[width] = each
@@ -122,8 +122,14 @@ class RaggedWidth(ThroughputPolicy):
         return min(params.draft_limit(self.max_drafts), max(left - 1, 0))
 
     def _times(self, widths: Sequence[float], batch: int, most: int) -> BatchTimes:
-        """The steps of these widths, with drafts for `most` tokens of a request."""
+        """The steps of these widths, with drafts for `most` tokens of a request.
+
+        Where drafts for so many were not measured apart, those of the full width stand for them:
+        they are taken off the measured step and added again.
+        """
         costs, draft = self.costs[batch], self.costs.drafting
+        if most not in self.costs.drafting_widths:
+            most = self.max_drafts + 1
         options = [batch]
         if self.costs.drafts_apart and most > self.max_drafts:
             options = drafting_options(batch, self._parts)

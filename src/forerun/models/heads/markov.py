@@ -160,8 +160,7 @@ class DSparkHead(BranchingHead):
             self.confidence_head = ConfidenceHead(config, sizes, place)
 
     def propose(self, block: Block, vocabulary: DraftVocabulary, draw: Draw) -> Proposal:
-        hidden = block.predicting
-        base = vocabulary.compute_logits(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
+        hidden, base = block.predicting, _base_logits(block, vocabulary)
         top = self._config.draft_topk
         if block.greedy and top is None and self.markov_head.fuses(hidden):
             tokens, before = self._best(block, base, vocabulary)
@@ -171,10 +170,9 @@ class DSparkHead(BranchingHead):
         return Proposal(tokens, confidence)
 
     def branch(self, block: Block, vocabulary: DraftVocabulary) -> Branches:
-        hidden, top = block.predicting, self._config.draft_topk
-        base = vocabulary.compute_logits(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
-        if top is not None:
-            best, columns = base.topk(top, -1)
+        base = _base_logits(block, vocabulary)
+        if self._config.draft_topk is not None:
+            best, columns = base.topk(self._config.draft_topk, -1)
             base = torch.full_like(base, -torch.inf).scatter(-1, columns, best)
         return _MarkovBranches(self.markov_head, block, base)
 
@@ -219,6 +217,12 @@ class DSparkHead(BranchingHead):
                 token = draw((base[:, i] + bias).unsqueeze(1), i, own).squeeze(1)
             tokens.append(token)
         return torch.stack(tokens, 1), torch.stack(before, 1)
+
+
+def _base_logits(block: Block, vocabulary: DraftVocabulary) -> Tensor:
+    """Returns the logits of the rows that predict, without the head's bias: [B, D, V]."""
+    hidden = block.predicting
+    return vocabulary.compute_logits(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
 
 
 class _MarkovBranches(Branches):
