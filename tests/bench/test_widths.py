@@ -96,7 +96,7 @@ def test_another_policy_for_a_while() -> None:
 def test_an_engine_without_simulated_acceptance_is_refused() -> None:
     with golden_llm("NGRAM", speculative_adaptive=True) as spec:
         prompts = [CASES[0]["prompt"]]
-        with pytest.raises(AssertionError, match="without simulated acceptance"):
+        with pytest.raises(ConfigError, match="Acceptance is real"):
             measure([(spec, (SINGLE,))], Cell(Load(1, "2")), prompts, 8, 1)
 
 

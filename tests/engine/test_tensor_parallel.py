@@ -34,6 +34,7 @@ from forerun.executor.ranks.local import LocalRanks
 from forerun.layers.embedding import LMHead
 from forerun.llm.bundled import bundled
 from forerun.speculative.registry import all_options
+from forerun_bench.widths import FULL, Cell, Load, measure
 from tests import chain_models
 from tests.covering import some_of
 from tests.engine.test_hybrid_target import add_mtp_layer, config_of
@@ -322,6 +323,20 @@ EBNF = 'root ::= "yes" | "no" | "per" root'
 
 
 # --- processes ----------------------------------------------------------------------------------
+
+
+@pytest.mark.exhaustive
+def test_ranks_in_processes_simulate_the_accept_lengths_that_they_are_told() -> None:
+    settings: dict[str, Any] = {
+        "tp_size": 2, "device": "cpu", "dtype": "float32", "skip_tokenizer_init": True,
+        "speculative_algorithm": "NGRAM", "speculative_adaptive": True, "max_running_requests": 4,
+        "speculative_simulate_accept_length": 7.0,
+    }  # fmt: skip
+    with LLM(folder("dense"), **settings) as llm:
+        for batch in (4, 2, 4):
+            cell = Cell(Load(batch, "1,7"))
+            measure([(llm, (FULL,))], cell, [prompts("dense")[0]] * batch, 16, 1)
+            assert cell.accept_length[FULL] == pytest.approx(4, abs=1)
 
 
 @pytest.mark.exhaustive

@@ -134,6 +134,9 @@ class SimulatedExecutor:
     def disable_drafts(self) -> None:
         raise NotImplementedError
 
+    def simulate(self, means: Sequence[float]) -> None:
+        raise NotImplementedError
+
     def start_profile(self, params: ProfileParams) -> None:
         raise NotImplementedError
 

@@ -18,7 +18,6 @@ from forerun import LLM
 from forerun.cli.settings import without_speculation
 from forerun.engine.engine import Engine
 from forerun.evals.timing import flush_caches, interleaved, median
-from forerun.executor.device_executor import device_step
 from forerun.scheduler.adaptive_width import FixedWidth, WidthPolicy
 from forerun.speculative.simulate import accept_lengths
 from forerun_bench.one_batch import Trace, trace
@@ -130,9 +129,7 @@ def measure(
             flush_caches(*(llm for llm, _ in llms))
             return
         for llm in drafting:  # requests have the lengths in turn, from the first one on
-            simulated = device_step(llm.engine.executor).simulate
-            assert simulated is not None, "an engine without simulated acceptance"
-            simulated.set(accept_lengths(lengths))
+            llm.engine.executor.simulate(accept_lengths(lengths))
 
     for run in runs.values():  # kernels are warm, and policies know the load
         before()

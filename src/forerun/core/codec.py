@@ -12,6 +12,7 @@ from forerun.core.profile import ProfileParams
 __all__ = [
     "decode_grammar",
     "decode_info",
+    "decode_lengths",
     "decode_plan",
     "decode_profile",
     "decode_result",
@@ -23,10 +24,13 @@ _plan = msgspec.msgpack.Decoder(StepPlan)
 _result = msgspec.msgpack.Decoder(StepResult)
 _grammar = msgspec.msgpack.Decoder(Grammar)
 _profile = msgspec.msgpack.Decoder(ProfileParams)
+_lengths = msgspec.msgpack.Decoder(list[float])
 _info = msgspec.msgpack.Decoder(ExecutorInfo)
 
 
-def encode(value: StepPlan | StepResult | ExecutorInfo | Grammar | ProfileParams) -> bytes:
+def encode(
+    value: StepPlan | StepResult | ExecutorInfo | Grammar | ProfileParams | list[float],
+) -> bytes:
     return _encoder.encode(value)
 
 
@@ -60,6 +64,14 @@ def decode_profile(data: bytes) -> ProfileParams:
         msgspec.ValidationError: the bytes are not `ProfileParams`.
     """
     return _profile.decode(data)
+
+
+def decode_lengths(data: bytes) -> list[float]:
+    """
+    Raises:
+        msgspec.ValidationError: the bytes are no list of numbers.
+    """
+    return _lengths.decode(data)
 
 
 def decode_info(data: bytes) -> ExecutorInfo:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -90,6 +91,13 @@ class Executor(Protocol):
 
     def disable_drafts(self) -> None:
         """Stops calling the algorithm. All later plans must have `num_verify_tokens` = 1."""
+
+    def simulate(self, means: Sequence[float]) -> None:
+        """Gives the next requests these mean accept lengths, in turn; for benchmarks.
+
+        Raises:
+            ConfigError: acceptance is not simulated, or no step can commit so many tokens.
+        """
 
     def start_profile(self, params: ProfileParams) -> None:
         """Records from the next step on. What goes wrong, `check_profile` says."""

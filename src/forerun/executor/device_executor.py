@@ -189,6 +189,11 @@ class DeviceExecutor:
     def disable_drafts(self) -> None:
         self.step.algorithm.disable()
 
+    def simulate(self, means: Sequence[float]) -> None:
+        if self.step.simulate is None:
+            raise ConfigError("Acceptance is real; set speculative_simulate_accept_length.")
+        self.step.simulate.set(means)
+
     def start_profile(self, params: ProfileParams) -> None:
         self.recorder.start(params)
 

@@ -36,6 +36,7 @@ from forerun.executor.ranks.messages import (
     PLAN,
     PREPARE,
     RESULT,
+    SIMULATE,
     START_PROFILE,
     STOP_PROFILE,
     RemoteStep,
@@ -130,6 +131,9 @@ class RanksExecutor:
 
     def disable_drafts(self) -> None:
         self._send(DISABLE_DRAFTS)
+
+    def simulate(self, means: Sequence[float]) -> None:
+        self._send(SIMULATE + encode(list(means)))
 
     def start_profile(self, params: ProfileParams) -> None:
         """Every rank writes files of its own; other nodes need the folder too."""

@@ -15,6 +15,7 @@ from forerun.core.errors import BusyError, ConfigError, ExecutorError, RequestEr
 from forerun.core.plan import StepResult
 
 PLAN, DISABLE_DRAFTS, CLOSE = b"p", b"d", b"c"  # to a rank
+SIMULATE = b"a"  # to a rank, with mean accept lengths
 START_PROFILE, STOP_PROFILE = b"s", b"t"  # to a rank; the first one with `ProfileParams`
 INFO, RESULT, REFUSED, FAILED, BUSY = b"i", b"r", b"x", b"f", b"w"  # from a rank
 # To its thread for grammars: `prepare_grammars`, and `check_profile` with a name. No grammar begins

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forerun.config.engine_config import EngineConfig
-from forerun.core.codec import decode_grammar, decode_plan, decode_profile, encode
+from forerun.core.codec import decode_grammar, decode_lengths, decode_plan, decode_profile, encode
 from forerun.core.errors import BusyError, ConfigError, RequestError
 from forerun.core.executor import Executor
 from forerun.executor.ranks.messages import (
@@ -33,6 +33,7 @@ from forerun.executor.ranks.messages import (
     PREPARE,
     REFUSED,
     RESULT,
+    SIMULATE,
     START_PROFILE,
     STOP_PROFILE,
 )
@@ -190,6 +191,8 @@ def _run_plans(
             pending.append(executor.launch(decode_plan(message[1:])))
         elif message[:1] == DISABLE_DRAFTS:
             executor.disable_drafts()
+        elif message[:1] == SIMULATE:
+            executor.simulate(decode_lengths(message[1:]))
         elif message[:1] == START_PROFILE:
             executor.start_profile(decode_profile(message[1:]))
         elif message[:1] == STOP_PROFILE:
