@@ -57,6 +57,13 @@ def test_ragged_steps_are_compared_with_the_best_of_the_others() -> None:
     assert real.identical is False
 
 
+def test_a_batch_that_never_ran_whole_has_no_speed() -> None:
+    cell = Cell(Load(256, "2"), dict.fromkeys(POLICIES, 0.0), dict.fromkeys(POLICIES, 2.0))
+    cell.widths = {name: {1: 3} for name in POLICIES}
+    assert cell.over_best is cell.over_plain is None
+    assert "256 2 - - - - - - 1: 100% -" in shown(table([cell]))
+
+
 def test_engines_of_a_gpu_leave_their_memory_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     executors: list[weakref.ref[Any]] = []
 

@@ -16,7 +16,13 @@ from forerun import LLM, SamplingParams
 from forerun.engine.engine import Engine
 from forerun.executor import build, memory
 from forerun.executor.graphs import cuda
-from forerun.executor.graphs.piecewise import CudaGraphRecorder, PiecewiseForward, PiecewisePrefill
+from forerun.executor.graphs.piecewise import (
+    DEFAULT_MAX_TOKENS,
+    CudaGraphRecorder,
+    PiecewiseForward,
+    PiecewisePrefill,
+    token_buckets,
+)
 from forerun.executor.memory import RESERVED_BYTES, ProfilingRun
 from tests.engine.test_support import folders_of, small
 from tests.golden_engine import CASES, golden_llm, poison_on_release
@@ -156,8 +162,17 @@ def test_larger_steps_run_eagerly_and_launching_does_not_synchronize(replays: li
         assert replays and max(replays) <= 64 < max(prefills)
 
 
-def test_nothing_is_captured_in_pieces_by_default(replays: list[int]) -> None:
+def test_what_the_host_is_slower_to_launch_is_captured_by_default(replays: list[int]) -> None:
     with golden_llm(device="cuda", max_running_requests=4) as llm:
+        found = llm.explain()["piecewise_cuda_graph_tokens"]
+        assert found and found == token_buckets(DEFAULT_MAX_TOKENS)[: len(found)]
+        llm.generate(input_ids=PROMPTS, sampling_params=[GREEDY] * len(PROMPTS))
+    assert replays
+
+
+def test_nothing_is_captured_in_pieces_if_turned_off(replays: list[int]) -> None:
+    off = {"max_running_requests": 4, "enable_piecewise_cuda_graph": False}
+    with golden_llm(device="cuda", **off) as llm:
         assert llm.explain()["piecewise_cuda_graph_tokens"] == []
         llm.generate(input_ids=PROMPTS, sampling_params=[GREEDY] * len(PROMPTS))
     assert replays == []

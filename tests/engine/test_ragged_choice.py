@@ -13,7 +13,6 @@ from forerun.core.errors import ConfigError
 from forerun.executor import ragged
 from forerun.executor.ragged import choose_ragged
 from forerun.layers.module import Module
-from forerun.layers.moe import Experts
 from forerun.scheduler.adaptive_width import AdaptiveWidth
 from forerun.scheduler.ragged_width import RaggedWidth
 from forerun.speculative.base import SpecCaps
@@ -26,10 +25,8 @@ CHAINS = SpecCaps(num_drafts=7, observes_packed=True)
 class Target(Module):
     """As far as the choice looks at it."""
 
-    def __init__(self, recurrent: bool = False, experts: bool = False) -> None:
+    def __init__(self, recurrent: bool = False) -> None:
         self.has_recurrent_layers = recurrent
-        if experts:
-            self.experts = object.__new__(Experts)
 
 
 DENSE: Any = Target()
@@ -78,11 +75,10 @@ def test_where_it_cannot_be_it_is_off(
 
 
 def test_on_a_gpu_it_is_on_where_it_was_measured() -> None:
-    assert choose_ragged(config(), CHAINS, GPU, DENSE).ragged
+    for ranks in (1, 2):
+        assert choose_ragged(config(tp_size=ranks), CHAINS, GPU, DENSE).ragged
     targets: list[tuple[Any, dict[str, Any], str]] = [
         (Target(recurrent=True), {}, "recurrent layers"),
-        (Target(experts=True), {}, "experts"),
-        (DENSE, {"tp_size": 2}, "several GPUs"),
         (DENSE, {"disable_cuda_graph": True}, "disable_cuda_graph"),
         (DENSE, {"enable_deterministic_inference": True}, "enable_deterministic_inference"),
     ]

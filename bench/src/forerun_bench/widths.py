@@ -38,7 +38,8 @@ class Load:
 class Cell:
     """What was measured of a load.
 
-    Speeds are medians of tokens/s from the end of the prefill until the first request ends.
+    Speeds are medians of tokens/s from the end of the prefill until the first request ends; 0: no
+    step had all requests, since the batch does not fit into the K/V.
     """
 
     load: Load
@@ -53,15 +54,16 @@ class Cell:
         return max(self.tok_s, key=POLICIES.index)
 
     @property
-    def over_best(self) -> float:
-        """`judged` over the best of the others."""
-        others = [speed for name, speed in self.tok_s.items() if name != self.judged]
-        return self.tok_s[self.judged] / max(others)
+    def over_best(self) -> float | None:
+        """`judged` over the best of the others; None: none of them ran the whole batch."""
+        best = max(speed for name, speed in self.tok_s.items() if name != self.judged)
+        return self.tok_s[self.judged] / best if best else None
 
     @property
     def over_plain(self) -> float | None:
-        """`judged` over plain decoding; None: that was not measured."""
-        return self.tok_s[self.judged] / self.tok_s[PLAIN] if PLAIN in self.tok_s else None
+        """`judged` over plain decoding; None: that was not measured, or not with all requests."""
+        plain = self.tok_s.get(PLAIN)
+        return self.tok_s[self.judged] / plain if plain else None
 
     @property
     def identical(self) -> bool | None:

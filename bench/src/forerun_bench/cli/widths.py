@@ -209,11 +209,11 @@ def table(cells: Sequence[Cell]) -> Table:
     out.add_column(f"{judged} steps by width")
     out.add_column("same\ntext", no_wrap=True)
     for cell in cells:
-        plain = "-" if cell.over_plain is None else f"{cell.over_plain:.2f}"
         out.add_row(
             *(str(cell.load.batch_size), cell.load.lengths or f"{cell.accept_length[judged]:.2f}"),
-            *(f"{cell.tok_s[each]:.0f}" for each in names),
-            *(f"{cell.over_best:.3f}", plain),
+            *(f"{cell.tok_s[each]:.0f}" if cell.tok_s[each] else "-" for each in names),
+            "-" if cell.over_best is None else f"{cell.over_best:.3f}",
+            "-" if cell.over_plain is None else f"{cell.over_plain:.2f}",
             shares(cell.widths[judged]),
             yes_no(cell.identical),
         )

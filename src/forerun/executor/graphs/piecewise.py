@@ -71,7 +71,7 @@ def host_bound_buckets(step: DeviceStep, buckets: Sequence[int]) -> list[int]:
     """
     with step.dummy_steps():
         end = bisect.bisect_left(buckets, True, key=lambda count: not _is_host_bound(step, count))
-        step.reset_padding_slot()
+        step.tables.reset_padding_slot()
     return list(buckets[:end])
 
 
@@ -337,7 +337,7 @@ class PiecewisePrefill:
             return pieces(ids, positions, ctx)
 
         _dummy_prefill(step, count, forward)
-        step.reset_padding_slot()
+        step.tables.reset_padding_slot()
 
     def forward(self, count: int) -> TargetForward | None:
         """Returns what runs a prefill of `count` tokens; None: it runs eagerly."""

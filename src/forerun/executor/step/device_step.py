@@ -148,10 +148,6 @@ class DeviceStep:
         finally:
             self._dummy = before
 
-    def reset_padding_slot(self) -> None:
-        """Sets its length to 0, as every dummy step expects it."""
-        self.tables.kv_len[-1:].zero_()
-
     @property
     def _shows_dummy(self) -> bool:
         """Whether algorithms see a dummy step; not if the value would be captured."""
@@ -604,7 +600,7 @@ class DeviceStep:
         last_tokens = SampleInput(last, end.unsqueeze(1), slots)
         sampled = self.sampler.sample(last_tokens, shape).ids.squeeze(1)
         tables.kv_len[slots] = end
-        self.reset_padding_slot()
+        tables.kv_len[-1:].zero_()  # as every step expects it of the padding
         tables.set_first_tokens(slots, end.long(), sampled)
         if not self.algorithm.observes:
             return PrefillOutput(sampled, last)

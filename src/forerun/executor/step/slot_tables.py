@@ -109,6 +109,11 @@ class SlotTables:
         self.sampling.set_packed(slots, [row.sampling for row in rows])
         self.penalties.set([row.penalties for row in rows])
 
+    def reset_padding_slot(self) -> None:
+        """Makes it as it was at first: dummy steps expect it so, and algorithms may compare."""
+        for tensor in (self.kv_len, self.last_token, *self.states):
+            tensor[-1:].zero_()
+
     def write_pages(self, writes: Sequence[PageWrite], windowed: bool = False) -> None:
         """Writes entries of a page table, on the device and to its host copy."""
         rows: list[int] = []
