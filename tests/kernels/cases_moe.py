@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from forerun.kernels.elementwise import quantize_fp8
@@ -13,9 +12,12 @@ from tests.kernels.compiled import SMEM_LIMIT, TARGETS, Case
 
 B16, F32, I32 = "*bf16", "*fp32", "*i32"
 HIDDEN, WIDTH, TOP_K = 2048, 768, 8
-NVIDIA = GpuInfo(num_sms=132, amd=False)
 CDNA = GpuInfo(num_sms=304, amd=True, warp_size=64)
 RDNA = GpuInfo(num_sms=96, amd=True, warp_size=32)
+
+
+def nvidia(target: str) -> GpuInfo:
+    return GpuInfo(132, amd=False, capability=int(target[3:]), smem_bytes=SMEM_LIMIT[target])
 
 
 def logits(name: str, hidden: int, block_m: int) -> Case:
@@ -108,8 +110,7 @@ def _gemms_on(
     gelu: bool = False,
 ) -> list[Case]:
     rocm = {"gfx942": CDNA, "gfx950": CDNA, "gfx1100": RDNA}
-    nvidia = replace(NVIDIA, smem_bytes=SMEM_LIMIT[target])
-    tiles = choose_moe(tokens, rocm.get(target, nvidia))
+    tiles = choose_moe(tokens, rocm[target] if target in rocm else nvidia(target))
     strides = ("h_vectors", "i_vectors") if even else ()  # otherwise multiples of 8
     sizes = dict.fromkeys(("max_tiles", "h_vectors", "i_vectors"), "i32")
     pairs = {"pairs": I32, "tiles": I32}
@@ -122,12 +123,19 @@ def _gemms_on(
         gate_up, down = gate_up | {"b13": B16}, down | {"b2": B16}
     else:
         of_gate_up, absent = of_gate_up | {"b13": None}, absent | {"b2": None}
+    if tiles.tma:
+        block_m, gate_up_n, down_n = tiles.block_m, tiles.gate_up.block_n, tiles.down.block_n
+        gate_up |= {"w13": f"tensordesc<bf16[{gate_up_n}, {tiles.gate_up.block_k}]>"}
+        block_k = tiles.down.block_k
+        down |= {"act": f"tensordesc<bf16[{block_m}, {block_k}]>"}
+        down |= {"w2": f"tensordesc<bf16[{down_n}, {block_k}]>"}
     cases = []
     for kernel, label, signature, config, more in (
         (experts._gate_up, "gate/up", gate_up, tiles.gate_up, of_gate_up),
         (experts._down, "down", down, tiles.down, absent),
     ):
         constants = {"TOP_K": TOP_K, "EVEN_K": even, "BLOCK_M": tiles.block_m, **more}
+        constants["TMA"] = tiles.tma
         if kernel is experts._down:
             constants["NUM_THREADS"] = 32 * config.num_warps
         cases.append(
@@ -157,8 +165,7 @@ def fp8(tokens: int, out: str, scales: str) -> list[Case]:
 def _fp8_on(target: str, tokens: int, out: str, scales: str) -> list[Case]:
     amd = {"gfx942": CDNA, "gfx950": CDNA, "gfx1100": RDNA}.get(target)
     capability = int(target.removeprefix("sm_")) if amd is None else 0
-    nvidia = replace(NVIDIA, smem_bytes=SMEM_LIMIT[target], capability=capability)
-    config = choose_moe_fp8(tokens, amd or nvidia, SCALES.index(scales))
+    config = choose_moe_fp8(tokens, amd or nvidia(target), SCALES.index(scales))
     decode = 0 if config.quantize_x else 2 if amd is None else 1
     sizes = dict.fromkeys(("max_tiles", "h_groups", "i_groups"), "i32")
     x, w = (B16, "*u8") if decode else ("*fp8e4nv", "*fp8e4nv")
@@ -209,7 +216,7 @@ def mxfp4(tokens: int, out: str) -> list[Case]:
     rocm = {"gfx942": CDNA, "gfx950": CDNA, "gfx1100": RDNA}
     cases = []
     for target in TARGETS:
-        gpu = rocm.get(target, replace(NVIDIA, smem_bytes=SMEM_LIMIT[target]))
+        gpu = rocm[target] if target in rocm else nvidia(target)
         tiles = choose_moe(tokens, gpu)
         for kernel, signature, config, more in (
             (experts_mxfp4.gate_up_mxfp4, gate_up, tiles.gate_up, of_gate_up),

@@ -289,6 +289,27 @@ def test_experts(
     torch.testing.assert_close(combine(got, dtype).cpu(), combine_ref(got.cpu(), dtype))
 
 
+@pytest.mark.parametrize(
+    ("hidden", "width", "is_part"),
+    [(64, 64, False), (72, 24, False), (136, 72, True)],  # whole blocks of K, and parts
+)
+def test_rows_in_the_order_of_the_lists_have_the_same_bits(
+    hidden: int, width: int, is_part: bool, device: torch.device
+) -> None:
+    tokens, routing = 150, Routing(6, 3, norm_topk_prob=True)
+    x, gate = random(tokens, hidden, seed=1).to(device), random(6, hidden, seed=2).to(device)
+    routed = route(x, gate, None, routing, new_counts(routing, device))
+    routed = of_experts(routed, range(1, 4)) if is_part else routed
+    count = 3 if is_part else 6
+    w13 = random(count, 2 * width, hidden, seed=3, scale=0.2).to(device)
+    w2 = random(count, hidden, width, seed=4, scale=0.2).to(device)
+    assert routed.tiles is not None
+    plain = choose_moe(tokens, gpu_of(device), x.itemsize)
+    want = expert_partials(x, w13, w2, routed, None, plain)
+    got = expert_partials(x, w13, w2, routed, None, replace(plain, tma=True))
+    assert torch.equal(got, want) and bool(want.any())
+
+
 @pytest.mark.parametrize("tokens", [3, 131])
 def test_a_part_of_the_experts(tokens: int, device: torch.device) -> None:
     """Of the router's tiles those of other experts are skipped: their weights are not there."""

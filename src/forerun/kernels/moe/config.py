@@ -37,6 +37,7 @@ class MoeConfig:
     block_m: int  # pairs per tile
     gate_up: GroupedGemmConfig
     down: GroupedGemmConfig
+    tma: bool = False  # weights and the rows between the GEMMs are read through tensor maps
 
 
 @dataclass(frozen=True)
@@ -232,7 +233,9 @@ def choose_moe(
     stage_bytes = (block_m + 2 * block_n) * block_k * itemsize  # of either GEMM
     stages = max(2, min(4, gpu.smem_bytes // stage_bytes))
     gate_up = GroupedGemmConfig(block_n, block_k, warps, stages)
-    return MoeConfig(block_m, gate_up, GroupedGemmConfig(2 * block_n, block_k, warps, stages))
+    down = GroupedGemmConfig(2 * block_n, block_k, warps, stages)
+    tma = num_tokens > 1024 and gpu.capability == 90 and not gpu.interpreted and itemsize == 2
+    return MoeConfig(block_m, gate_up, down, tma)
 
 
 def choose_moe_fp8(num_tokens: int, gpu: GpuInfo, scale_kind: int = 0) -> Fp8MoeConfig:

@@ -8,6 +8,9 @@ pairs of one expert, from `ExpertTiles`) by one block of output columns:
 1. `_gate_up`: rows of x are gathered; SiLU(gate) * up in the epilogue -> one row per pair;
 2. `_down`: times the pair's weight -> partials [k, T, H], by choice.
 
+With many tokens on Hopper, the rows between them are in the order of the experts' lists, so that
+both of `_down`'s operands, and `_gate_up`'s weights, are boxes that TMA reads.
+
 The partials of a token are added up in the order of the choices, by the RMSNorm that follows (as
 split-K partials) or by `combine`; nothing is added atomically. So a token's result does not depend
 on which other tokens are in the batch, within the ranges of `choose_moe`; in a fixed order nor on
@@ -25,6 +28,7 @@ read from memory once. CTAs beyond the tiles in use return at once.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -173,24 +177,36 @@ def _run_grouped_gemms(
     assert hidden % 8 == 0 and width % 8 == 0 and routed.experts.shape[0] == tokens
     top_k = routed.experts.shape[1]
     act = x.new_empty(tokens * top_k, width)
+    read_act, read_w13, read_w2 = act, w13, w2
+    if config.tma:
+        read_act = boxes(act, config.block_m, config.down)
+        read_w13 = boxes(w13, config.gate_up.block_n, config.gate_up)
+        read_w2 = boxes(w2, config.down.block_n, config.down)
     swiglu = activation if isinstance(activation, ClampedSwiglu) else None
     b13, b2 = (None, None) if swiglu is None else (swiglu.b13, swiglu.b2)
     alpha, limit = (0.0, 0.0) if swiglu is None else (swiglu.alpha, swiglu.limit)
     _gate_up[grid(tiles, width, config.gate_up)](
-        x, w13, b13, act, tiles.pairs, tiles.tiles,
+        x, read_w13, b13, act, tiles.pairs, tiles.tiles,
         tiles.tiles.shape[1], hidden // 8, width // 8,
         TOP_K=top_k, ALPHA=alpha, LIMIT=limit, GELU=isinstance(activation, GeluTanh),
         **constants(tiles, config.gate_up), BLOCK_K=config.gate_up.block_k,
-        EVEN_K=hidden % config.gate_up.block_k == 0, **pdl_options(x),
+        EVEN_K=hidden % config.gate_up.block_k == 0, TMA=config.tma, **pdl_options(x),
     )  # fmt: skip
     _down[grid(tiles, hidden, config.down)](
-        act, w2, b2, out, routed.weights, shared, tiles.pairs, tiles.tiles,
+        read_act, read_w2, b2, out, routed.weights, shared, tiles.pairs, tiles.tiles,
         tiles.tiles.shape[1], tokens, hidden // 8, width // 8,
         PREFETCH_K if width % 64 == 0 else 0,
         TOP_K=top_k, NUM_THREADS=32 * config.down.num_warps,
         **constants(tiles, config.down), BLOCK_K=config.down.block_k,
-        EVEN_K=width % config.down.block_k == 0, **pdl_options(x),
+        EVEN_K=width % config.down.block_k == 0, TMA=config.tma, **pdl_options(x),
     )  # fmt: skip
+
+
+def boxes(matrix: Tensor, rows: int, config: GroupedGemmConfig) -> Any:
+    """What reads `rows` rows by `block_k` columns of [..., K], all rows below one another."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor.from_tensor(matrix.flatten(0, -2), [rows, config.block_k])
 
 
 def partials_with_shared_sm90(
@@ -279,9 +295,9 @@ def store_weighted(
 @jit_no_specialize("max_tiles")
 def _gate_up(
     x,  # [T, H]
-    w13,  # [E, 2I, H]
+    w13,  # [E, 2I, H], with TMA as boxes
     b13,  # [E, 2I] or None
-    act,  # [T * k, I]
+    act,  # [T * k, I], by pair, with TMA in the order of `pairs`
     pairs,
     tiles,  # [3, max_tiles]
     max_tiles,
@@ -295,6 +311,7 @@ def _gate_up(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
+    TMA: tl.constexpr,
     PDL: tl.constexpr,
 ):
     H, I = h_vectors * 8, i_vectors * 8  # noqa: E741  so that the compiler knows of the 8
@@ -310,18 +327,26 @@ def _gate_up(
         n = n_block * BLOCK_N + tl.arange(0, BLOCK_N)
         k = tl.arange(0, BLOCK_K)
         x_tile = x + (pair // TOP_K).to(tl.int64)[:, None] * H + k[None, :]
-        gate_tile = w13 + expert * 2 * I * H + tl.minimum(n, I - 1)[:, None] * H + k[None, :]
-        up_tile = gate_tile + I * H
+        if TMA:
+            w_row = expert.to(tl.int32) * 2 * I + n_block * BLOCK_N
+        else:
+            gate_tile = w13 + expert * 2 * I * H + tl.minimum(n, I - 1)[:, None] * H + k[None, :]
+            up_tile = gate_tile + I * H
         gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for first in range(0, H, BLOCK_K):
+            k_mask = first + k[None, :] < H
             if EVEN_K:
                 xs = tl.load(x_tile + first, mask=m_mask[:, None], other=0.0)
+            else:
+                xs = tl.load(x_tile + first, mask=m_mask[:, None] & k_mask, other=0.0)
+            if TMA:  # zeros past the last column
+                gates = w13.load([w_row, first])
+                ups = w13.load([w_row + I, first])
+            elif EVEN_K:
                 gates = tl.load(gate_tile + first)
                 ups = tl.load(up_tile + first)
             else:
-                k_mask = first + k[None, :] < H
-                xs = tl.load(x_tile + first, mask=m_mask[:, None] & k_mask, other=0.0)
                 gates = tl.load(gate_tile + first, mask=k_mask, other=0.0)
                 ups = tl.load(up_tile + first, mask=k_mask, other=0.0)
             gate = tl.dot(xs, tl.trans(gates), gate, input_precision="ieee")
@@ -339,14 +364,17 @@ def _gate_up(
             out = gate * tl.sigmoid(gate) * up
         else:
             out = clamped_swiglu(gate, up, ALPHA, LIMIT)
-        address = act + pair.to(tl.int64)[:, None] * I + n[None, :]
+        row = pair
+        if TMA:
+            row = tl.load(tiles + max_tiles + tile) + tl.arange(0, BLOCK_M)
+        address = act + row.to(tl.int64)[:, None] * I + n[None, :]
         mask = m_mask[:, None] & (n[None, :] < I)
         tl.store(address, out.to(act.dtype.element_ty), mask=mask)
 
 
 @jit_no_specialize("max_tiles", "T")
 def _down(
-    act,  # [T * k, I]
+    act,  # [T * k, I], of `_gate_up`; with TMA both as boxes
     w2,  # [E, H, I]
     b2,  # [E, H] or None
     out,  # [k, T, H]
@@ -365,6 +393,7 @@ def _down(
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
     NUM_THREADS: tl.constexpr,
+    TMA: tl.constexpr,
     PDL: tl.constexpr,
 ):
     H, I = h_vectors * 8, i_vectors * 8  # noqa: E741  so that the compiler knows of the 8
@@ -372,22 +401,29 @@ def _down(
     # Before the wait: the kernel that made the tiles has finished, see `_gate_up`.
     rows = tl.load(tiles + 2 * max_tiles + tile)
     expert = tl.load(tiles + tile, mask=rows > 0, other=0).to(tl.int64)
-    w = w2 + expert * H * I
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        if (rows > 0) & (prefetch_k > 0):
-            count = tl.minimum(I, prefetch_k)
-            prefetch_weight(w, n_block, 0, count, H, I, BLOCK_N, False, NUM_THREADS)
+        if not TMA:  # noqa: SIM102  the outer one is decided when it is compiled
+            if (rows > 0) & (prefetch_k > 0):
+                count, w = tl.minimum(I, prefetch_k), w2 + expert * H * I
+                prefetch_weight(w, n_block, 0, count, H, I, BLOCK_N, False, NUM_THREADS)
         tl.extra.cuda.gdc_wait()
     if rows > 0:
         m_mask, pair = pairs_of_tile(pairs, tiles, max_tiles, tile, rows, BLOCK_M)
         n = n_block * BLOCK_N + tl.arange(0, BLOCK_N)
         k = tl.arange(0, BLOCK_K)
-        act_tile = act + pair.to(tl.int64)[:, None] * I + k[None, :]
-        w_tile = w + tl.minimum(n, H - 1)[:, None] * I + k[None, :]
+        if TMA:
+            act_row = tl.load(tiles + max_tiles + tile)
+            w_row = expert.to(tl.int32) * H + n_block * BLOCK_N
+        else:
+            act_tile = act + pair.to(tl.int64)[:, None] * I + k[None, :]
+            w_tile = w2 + expert * H * I + tl.minimum(n, H - 1)[:, None] * I + k[None, :]
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for first in range(0, I, BLOCK_K):
-            if EVEN_K:
+            if TMA:  # zeros past the last column; rows of other experts are not stored
+                xs = act.load([act_row, first])
+                ws = w2.load([w_row, first])
+            elif EVEN_K:
                 xs = tl.load(act_tile + first, mask=m_mask[:, None], other=0.0)
                 ws = tl.load(w_tile + first)
             else:
@@ -398,7 +434,10 @@ def _down(
         if b2 is not None:
             acc += tl.load(b2 + expert * H + tl.minimum(n, H - 1)).to(tl.float32)[None, :]
         # Rounded as the output of a GEMM is, then weighted in float32.
-        acc = acc.to(act.dtype.element_ty).to(tl.float32)
+        if TMA:
+            acc = acc.to(act.dtype).to(tl.float32)
+        else:
+            acc = acc.to(act.dtype.element_ty).to(tl.float32)
         mask = m_mask[:, None] & (n[None, :] < H)
         store_weighted(acc, out, weights, shared, pair, n, m_mask, mask, T, H, TOP_K)
 
