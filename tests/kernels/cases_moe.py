@@ -60,21 +60,22 @@ def top_k(name: str, num_experts: int = 128, **constants: Any) -> Case:
 
 
 def alignment(num_experts: int, block_m: int = 128) -> list[Case]:
-    """Both kernels that make the tiles of many tokens."""
-    sizes = dict.fromkeys(("num_pairs", "num_experts", "size"), "i32")
+    """The kernels that make the tiles of many tokens."""
+    sizes = dict.fromkeys(("num_pairs", "num_experts"), "i32")
     count = {"experts": I32, "counts": I32, **sizes}
-    place = count | {"pairs": I32, "tiles": I32, "max_tiles": "i32"}
-    tiles = {"BLOCK_M": block_m, "TILES": align.TILES}
-    place_options, count_options = align.options_of_align(next_power_of_2(num_experts))
+    total = {"counts": I32, "totals": I32, "chunks": "i32", "num_experts": "i32"}
+    place = count | {"totals": I32, "pairs": I32, "tiles": I32, "max_tiles": "i32"}
+    columns = next_power_of_2(num_experts)
+    count_options, total_options, place_options = align.options_of_align(columns)
+    place_options |= {"BLOCK_M": block_m}
     cases = []
-    for name, kernel, signature, options, more in (
-        ("count", align._count_pairs, count, count_options, {}),
-        ("place", align._place_pairs, place, place_options, tiles),
+    for name, kernel, signature, options in (
+        ("count pairs", align._count_pairs, count, count_options),
+        ("sum chunks", align._sum_chunks, total, total_options),
+        ("place pairs", align._place_pairs, place, place_options),
     ):
-        constants, warps = {**options, **more}, {"num_warps": options["num_warps"]}
-        del constants["num_warps"]
-        name = f"{name} pairs of {num_experts} experts"
-        cases.append(Case(name, kernel, signature, constants, options=warps, wide=False))
+        warps, name = {"num_warps": options.pop("num_warps")}, f"{name} of {num_experts} experts"
+        cases.append(Case(name, kernel, signature, options, options=warps, wide=False))
     select = dict.fromkeys(("tiles", "selected"), I32)
     select |= dict.fromkeys(("max_tiles", "first_expert", "num_experts"), "i32")
     block, warps = {"BLOCK": align.SELECTED_BLOCK}, {"num_warps": align.SELECTED_WARPS}

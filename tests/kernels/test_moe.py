@@ -196,8 +196,8 @@ def random_experts(tokens: int, top_k: int, among: Tensor, seed: int = 0) -> Ten
     [
         (1, 1, 1),
         (1, 8, 64),
-        (32, 1, 2),  # one block
-        (33, 1, 2),  # a pair more
+        (64, 1, 2),  # one chunk
+        (65, 1, 2),  # a pair more
         (77, 3, 7),
         (129, 8, 128),
         (37, 5, 160),
@@ -212,16 +212,18 @@ def test_tiles_are_those_of_the_reference(
     assert same_tiles(align(experts, num_experts, block_m), want)
 
 
-@pytest.mark.parametrize("max_chunks", [1, 2, 3])
+@pytest.mark.parametrize(("chunks", "lists"), [(1, 512), (2, 16), (256, 64)])
 @pytest.mark.parametrize(("tokens", "num_experts"), [(65, 20), (96, 20), (50, 300)])
 def test_tiles_from_chunks_of_several_blocks(
     tokens: int,
     num_experts: int,
-    max_chunks: int,
+    chunks: int,
+    lists: int,
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(align_module, "MAX_CHUNKS", max_chunks)
+    monkeypatch.setattr(align_module, "SUMMED_CHUNKS", chunks)
+    monkeypatch.setattr(align_module, "LISTS", lists)
     experts = random_experts(tokens, 3, torch.arange(num_experts)).to(device)
     want = align_ref(experts, num_experts, 16)
     assert same_tiles(align(experts, num_experts, 16), want)

@@ -1,14 +1,16 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""The experts' tiles of many tokens on a GPU (in SGLang, vLLM: moe_align_block_size). Two kernels.
+"""The experts' tiles of many tokens on a GPU (in SGLang, vLLM: moe_align_block_size). Three kernels.
 
-The pairs, in order of their index, are cut into chunks, one per CTA:
+The pairs, in order of their index, are cut into chunks of 64:
 
 1. `_count_pairs`: pairs of each expert in each chunk;
-2. `_place_pairs`: every CTA adds up the counts of the chunks before its own and of the experts
-   before each expert, and writes its pairs to their places. The CTAs share out the tiles, too.
+2. `_sum_chunks`: of each expert, those in the chunks before, and in all;
+3. `_place_pairs`: a pair's place in its expert's list is the number of the expert's pairs in the
+   chunks before, and before it in its own. The CTAs share out the tiles, too.
 
-Nothing is added atomically: the order within a list is that of the pairs, in every run. Both
-kernels compare a block of pairs with all experts; such a block [BLOCK, COLUMNS] is in registers.
+Nothing is added atomically: the order within a list is that of the pairs, in every run. A chunk has
+a CTA of its own, for which its pairs are one block in registers: a CTA that goes from block to
+block has too few warps to hide what each waits for.
 
 With expert parallelism, every rank routes all tokens, and `of_experts` keeps the tiles of its own
 experts (in vLLM: expert_map).
@@ -27,7 +29,9 @@ from forerun.kernels.runtime.gpu import next_power_of_2
 from forerun.kernels.runtime.jit import jit, jit_no_specialize, tl, use_triton
 from forerun.kernels.runtime.pdl import pdl_options
 
-MAX_CHUNKS = 128  # every CTA of `_place_pairs` reads the counts of all chunks
+CHUNK = 64  # pairs
+SUMMED_EXPERTS, SUMMED_CHUNKS = 8, 256  # of a CTA of `_sum_chunks`: experts, and chunks at a time
+LISTS = 128  # whose beginnings `_place_pairs` finds at a time
 TILES = 8  # that a CTA makes at a time
 SELECTED_BLOCK, SELECTED_WARPS = 512, 4  # of `_select_tiles`; tiles that it reads at a time
 
@@ -36,18 +40,17 @@ def align(experts: Tensor, num_experts: int, block_m: int) -> ExpertTiles:
     """What `align_ref` returns for experts [T, k] int32, T >= 1, bit for bit."""
     assert experts.is_contiguous() and experts.dtype == torch.int32
     num_pairs, columns = experts.numel(), next_power_of_2(num_experts)
-    options, count_options = options_of_align(columns)
-    block = options["BLOCK"]
-    size = -(-num_pairs // (block * MAX_CHUNKS)) * block  # of a chunk
-    chunks = -(-num_pairs // size)
-    most = max_tiles(num_pairs, num_experts, block_m)
-    counts = experts.new_empty(chunks, num_experts)
+    chunks, most = -(-num_pairs // CHUNK), max_tiles(num_pairs, num_experts, block_m)
+    counts, totals = experts.new_empty(chunks, num_experts), experts.new_empty(num_experts)
     pairs, tiles = experts.new_empty(num_pairs), experts.new_empty(3, most)
+    count, total, place = options_of_align(columns)
     pdl = pdl_options(experts)
-    _count_pairs[(chunks,)](experts, counts, num_pairs, num_experts, size, **count_options, **pdl)
+    _count_pairs[(chunks,)](experts, counts, num_pairs, num_experts, **count, **pdl)
+    ctas = -(-num_experts // SUMMED_EXPERTS)
+    _sum_chunks[(ctas,)](counts, totals, chunks, num_experts, **total, **pdl)
     _place_pairs[(chunks,)](
-        experts, counts, pairs, tiles, num_pairs, num_experts, size, most,
-        BLOCK_M=block_m, TILES=TILES, **options, **pdl,
+        experts, counts, totals, pairs, tiles, num_pairs, num_experts, most,
+        BLOCK_M=block_m, **place, **pdl,
     )  # fmt: skip
     return ExpertTiles(pairs, tiles, block_m)
 
@@ -74,25 +77,21 @@ def select_tiles(tiles: ExpertTiles, part: range) -> ExpertTiles:
     return replace(tiles, tiles=selected)
 
 
-def options_of_align(columns: int) -> tuple[dict[str, int], dict[str, int]]:
-    """Options of `_place_pairs` and `_count_pairs`. `columns`: experts, padded to a power of two.
-
-    In `_place_pairs` a thread has whole columns of a block where it can, so that the rank of a pair
-    in its list needs no other thread. `_count_pairs` has 32 elements of a block per thread.
-    """
-    place = {"BLOCK": 32 if columns <= 256 else 16, "num_warps": max(1, min(8, columns // 32))}
-    block = min(128, 16384 // columns)
-    count = {"BLOCK": block, "num_warps": max(1, block * columns // 1024)}
-    return {"COLUMNS": columns, **place}, {"COLUMNS": columns, **count}
+def options_of_align(columns: int) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
+    """Options of the three kernels. `columns`: experts, padded to a power of two."""
+    count = {"num_warps": max(1, min(16, CHUNK * columns // 1024))}
+    total = {"EXPERTS": SUMMED_EXPERTS, "CHUNKS": SUMMED_CHUNKS, "num_warps": 4}
+    place = {"LISTS": LISTS, "TILES": TILES, "num_warps": 4}
+    block = {"COLUMNS": columns, "BLOCK": CHUNK}
+    return {**block, **count}, total, {**block, **place}
 
 
-@jit_no_specialize("num_pairs", "num_experts", "size")
+@jit_no_specialize("num_pairs", "num_experts")
 def _count_pairs(
     experts,  # [num_pairs] int32
     counts,  # [chunks, num_experts] int32
     num_pairs,
     num_experts,
-    size,  # pairs of a chunk
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -102,28 +101,51 @@ def _count_pairs(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     chunk, expert = tl.program_id(0), tl.arange(0, COLUMNS)
-    count = tl.zeros((BLOCK, COLUMNS), tl.int32)
-    for first in range(0, size, BLOCK):
-        i = first + tl.arange(0, BLOCK)
-        pair = chunk * size + i
-        chosen = tl.load(experts + pair, mask=(i < size) & (pair < num_pairs), other=-1)
-        count += (chosen[:, None] == expert[None, :]).to(tl.int32)
-    address = counts + chunk * num_experts + expert
-    tl.store(address, tl.sum(count, 0), mask=expert < num_experts)
+    pair = chunk * BLOCK + tl.arange(0, BLOCK)
+    chosen = tl.load(experts + pair, mask=pair < num_pairs, other=-1)
+    count = tl.sum((chosen[:, None] == expert[None, :]).to(tl.int32), 0)
+    tl.store(counts + chunk * num_experts + expert, count, mask=expert < num_experts)
 
 
-@jit_no_specialize("num_pairs", "num_experts", "size", "max_tiles")
+@jit_no_specialize("chunks", "num_experts")
+def _sum_chunks(
+    counts,  # [chunks, num_experts] int32: becomes the sum over the chunks before
+    totals,  # [num_experts] int32
+    chunks,
+    num_experts,
+    EXPERTS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One CTA per EXPERTS experts."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    expert = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
+    total = tl.zeros((EXPERTS,), tl.int32)
+    for first in range(0, chunks, CHUNKS):
+        chunk = first + tl.arange(0, CHUNKS)
+        mask = (chunk < chunks)[:, None] & (expert < num_experts)[None, :]
+        address = counts + chunk[:, None] * num_experts + expert[None, :]
+        count = tl.load(address, mask=mask, other=0)
+        tl.store(address, total[None, :] + tl.cumsum(count, 0) - count, mask=mask)
+        total += tl.sum(count, 0)
+    tl.store(totals + expert, total, mask=expert < num_experts)
+
+
+@jit_no_specialize("num_pairs", "num_experts", "max_tiles")
 def _place_pairs(
     experts,  # [num_pairs] int32
-    counts,  # [chunks, num_experts] int32
+    counts,  # [chunks, num_experts] int32, of `_sum_chunks`
+    totals,  # [num_experts] int32
     pairs,  # [num_pairs] int32
     tiles,  # [3, max_tiles] int32
     num_pairs,
     num_experts,
-    size,  # pairs of a chunk, a multiple of BLOCK
     max_tiles,
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
+    LISTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     TILES: tl.constexpr,
     PDL: tl.constexpr,
@@ -132,40 +154,35 @@ def _place_pairs(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    chunk, chunks = tl.program_id(0), tl.num_programs(0)
-    row, expert = tl.arange(0, BLOCK), tl.arange(0, COLUMNS)
-    count = tl.zeros((COLUMNS,), tl.int32)  # in all chunks
-    before = tl.zeros((COLUMNS,), tl.int32)  # in earlier ones
-    for first in tl.range(0, chunks, BLOCK, num_stages=3):
-        each = (first + row)[:, None]
-        mask = (each < chunks) & (expert < num_experts)[None, :]
-        part = tl.load(counts + each * num_experts + expert[None, :], mask=mask, other=0)
-        count += tl.sum(part, 0)
-        before += tl.sum(tl.where(each < chunk, part, 0), 0)
-    start = tl.cumsum(count, 0) - count  # of each expert's list
+    chunk, each = tl.program_id(0), tl.arange(0, BLOCK)
+    pair = chunk * BLOCK + each
+    inside = pair < num_pairs
+    chosen = tl.load(experts + pair, mask=inside, other=-1)
+    place = tl.load(counts + chunk * num_experts + chosen, mask=inside, other=0)
+    earlier = (chosen[:, None] == chosen[None, :]) & (each[None, :] < each[:, None])
+    place += tl.sum(earlier.to(tl.int32), 1)
+    for first in range(0, num_experts, LISTS):
+        expert = first + tl.arange(0, LISTS)
+        total = tl.load(totals + expert, mask=expert < num_experts, other=0)
+        place += _sum_rows(total[None, :], expert[None, :] < chosen[:, None])
+    tl.store(pairs + place, pair, mask=inside)
 
-    place = start + before - 1  # of the pair before the next one
-    for first in tl.range(0, size, BLOCK, num_stages=3):
-        pair = chunk * size + first + row
-        chosen = tl.load(experts + pair, mask=pair < num_pairs, other=-1)
-        hit = (chosen[:, None] == expert[None, :]).to(tl.int32)
-        at = place[None, :] + tl.cumsum(hit, 0)
-        tl.store(pairs + at, pair[:, None], mask=hit > 0)
-        place += tl.sum(hit, 0)
-
-    num_tiles = tl.cdiv(count, BLOCK_M)
-    first_tile = tl.cumsum(num_tiles, 0) - num_tiles
-    # Tiles beyond those in use are the last expert's, without pairs.
-    end_tile = tl.where(expert == num_experts - 1, max_tiles, first_tile + num_tiles)
-    for begin in range(chunk * TILES, max_tiles, chunks * TILES):
-        tile = begin + tl.arange(0, TILES)
-        of = (tile[:, None] >= first_tile[None, :]) & (tile[:, None] < end_tile[None, :])
-        offset = (tile[:, None] - first_tile[None, :]) * BLOCK_M  # in the expert's list
-        rows = tl.minimum(tl.maximum(count[None, :] - offset, 0), BLOCK_M)
-        address, mask = tiles + tile, tile < max_tiles
-        tl.store(address, _only(expert[None, :], of), mask=mask)
-        tl.store(address + max_tiles, _only(start[None, :] + offset, of), mask=mask)
-        tl.store(address + 2 * max_tiles, _only(rows, of), mask=mask)
+    if chunk * TILES < max_tiles:
+        expert = tl.arange(0, COLUMNS)
+        count = tl.load(totals + expert, mask=expert < num_experts, other=0)
+        start, num_tiles = tl.cumsum(count, 0) - count, tl.cdiv(count, BLOCK_M)
+        first_tile = tl.cumsum(num_tiles, 0) - num_tiles
+        # Tiles beyond those in use are the last expert's, without pairs.
+        end_tile = tl.where(expert == num_experts - 1, max_tiles, first_tile + num_tiles)
+        for begin in range(chunk * TILES, max_tiles, tl.num_programs(0) * TILES):
+            tile = begin + tl.arange(0, TILES)
+            of = (tile[:, None] >= first_tile[None, :]) & (tile[:, None] < end_tile[None, :])
+            offset = (tile[:, None] - first_tile[None, :]) * BLOCK_M  # in the expert's list
+            rows = tl.minimum(tl.maximum(count[None, :] - offset, 0), BLOCK_M)
+            address, mask = tiles + tile, tile < max_tiles
+            tl.store(address, _sum_rows(expert[None, :], of), mask=mask)
+            tl.store(address + max_tiles, _sum_rows(start[None, :] + offset, of), mask=mask)
+            tl.store(address + 2 * max_tiles, _sum_rows(rows, of), mask=mask)
 
 
 @jit_no_specialize("max_tiles", "first_expert", "num_experts")
@@ -203,6 +220,6 @@ def _select_tiles(
 
 
 @jit
-def _only(values, mask):
-    """Returns of each row the one value whose mask is set."""
+def _sum_rows(values, mask):
+    """The sums of each row's values whose mask is set."""
     return tl.sum(tl.where(mask, values, 0), 1)
