@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""The experts' tiles of many tokens on a GPU (in SGLang, vLLM: moe_align_block_size). Three kernels.
+"""The experts' tiles of many tokens on a GPU, in three kernels (SGLang: moe_align_block_size).
 
 The pairs, in order of their index, are cut into chunks of 64:
 
