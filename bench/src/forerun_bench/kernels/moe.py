@@ -162,8 +162,8 @@ def variants(tokens: int) -> Iterator[tuple[str, MoeConfig]]:
     """The name of a GEMM, and the tiles with one of its own."""
     default = choose_moe(tokens, gpu_of(torch.device("cuda")))
     for block_m, tile in candidates(tokens):
-        yield "gate_up", MoeConfig(block_m, tile, default.down)
-        yield "down", MoeConfig(block_m, default.gate_up, tile)
+        yield "gate_up", replace(default, block_m=block_m, gate_up=tile)
+        yield "down", replace(default, block_m=block_m, down=tile)
 
 
 def experts_us(stack: Sequence[Layer], config: MoeConfig) -> float:
