@@ -123,7 +123,7 @@ def test_masks_are_those_of_python(compiler: Pieces, unit: str, low: int, high: 
             130,
             '": 1}',
         ),
-        (EBNF, 'root ::= [#-\u0800]{20,150} # {999}\n  "\\""', "", 20, 150, '"'),
+        (EBNF, 'root ::= [#-\u0800]{130,150} # {999}\n  "\\""', "", 130, 150, '"'),
         (
             STRUCTURAL_TAG,
             {"format": {"type": "regex", "pattern": '[#-\u0800]{20,150}"'}},
