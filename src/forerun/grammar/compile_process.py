@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 MAX_GRAMMAR_BYTES = 256 << 20  # of one compiled grammar
 MAX_MEMORY = 1 << 30  # bytes that compiling may take
 NICENESS = 19  # the lowest priority
+# While it starts, which takes seconds of a CPU: at the lowest priority it would not be ready in
+# time where all cores are busy.
+STARTING_NICENESS = 5
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,8 @@ def answer(message: bytes) -> bytes:
 
 
 if __name__ == "__main__":
-    os.nice(NICENESS)
+    os.nice(STARTING_NICENESS)
     import xgrammar  # noqa: F401  before it is asked for
 
+    os.nice(NICENESS - STARTING_NICENESS)
     serve(answer, MAX_MEMORY)
