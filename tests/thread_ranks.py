@@ -104,7 +104,6 @@ def on_ranks(size: int, work: Callable[[Communicator], T]) -> list[T]:
 class _Pending:
     executor: ThreadRanksExecutor
     launched: list[Future[PendingStep]]
-    is_done = False
 
     def result(self) -> StepResult:
         return self.executor.result(self.launched)

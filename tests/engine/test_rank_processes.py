@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
@@ -31,6 +33,8 @@ from forerun.core.request import State
 from forerun.core.sampling_params import SamplingParams
 from forerun.engine.engine import Engine
 from forerun.executor.ranks.executor import RanksExecutor
+from forerun.executor.ranks.messages import CLOSE, PLAN
+from forerun.executor.ranks.rank import _run_plans
 from forerun.speculative.registry import all_options
 from tests.golden_engine import CASES, GOLDEN, golden_llm
 
@@ -119,6 +123,35 @@ def test_a_killed_process_aborts_its_requests() -> None:
         engine.check()  # no page and no slot is lost
 
 
+class Looks:
+    """A step of a device that ends after so many looks at it."""
+
+    def __init__(self, looks: int) -> None:
+        self.looks = looks
+
+    @property
+    def is_done(self) -> bool:
+        self.looks -= 1
+        return self.looks < 0
+
+    def result(self) -> StepResult:
+        return StepResult([], [])
+
+
+def test_a_step_that_ended_while_the_next_was_launched_is_late() -> None:
+    """Of two steps in flight at most, the first one ends during the second one's launch."""
+    plan, messages = PLAN + codec.encode(StepPlan()), deque[bytes | None]()
+    messages.extend([plan, plan, None, plan, CLOSE])
+    steps = iter([Looks(1), Looks(1), Looks(0)])
+    plans, executor, sent = Mock(), Mock(), list[bytes]()
+    plans.take = plans.receive = messages.popleft
+    executor.info.limits.overlap_depth = 1
+    executor.launch = lambda plan: next(steps)
+    _run_plans(plans, executor, sent.append)
+    found = [codec.decode_result(message[1:]).late for message in sent]
+    assert found == [True, False, True]
+
+
 ints = st.integers(0, 2**31)
 tokens = st.lists(ints, max_size=5)
 sampling = st.builds(
@@ -184,6 +217,7 @@ results = st.builds(
     decode_logprobs=st.lists(st.lists(entries, max_size=2), max_size=2),
     prefill_logprobs=st.lists(st.lists(entries, max_size=2), max_size=2),
     confidences=st.none() | st.builds(ConfidenceCounts, counts, counts, counts),
+    late=st.booleans(),
 )
 
 

@@ -11,7 +11,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -76,13 +76,10 @@ class _Pending:
     end: float
     value: StepResult
 
-    @property
-    def is_done(self) -> bool:
-        return self.clock.now >= self.end
-
     def result(self) -> StepResult:
+        late = self.clock.now >= self.end
         self.clock.now = max(self.clock.now, self.end)
-        return self.value
+        return replace(self.value, late=late)
 
 
 class SimulatedExecutor:

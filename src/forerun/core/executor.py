@@ -41,10 +41,6 @@ class ExecutorInfo:
 class PendingStep(Protocol):
     """A launched step whose result has not been read."""
 
-    @property
-    def is_done(self) -> bool:
-        """Whether `result` would not wait; False also where that is not known."""
-
     def result(self) -> StepResult:
         """Waits for the step to complete.
 

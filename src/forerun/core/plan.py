@@ -302,6 +302,8 @@ class StepResult:
     survivals: list[list[float]] = field(default_factory=list)
     # Per request, how many tokens were verified. Empty: `StepPlan.num_verify_tokens` of each.
     decode_widths: list[int] = field(default_factory=list)
+    # The device had ended the step before the host looked, as after the launch of a long one.
+    late: bool = False
 
     def drafts_of(self, plan: StepPlan) -> list[int]:
         """Drafts verified for each request of `decode`."""

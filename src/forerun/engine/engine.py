@@ -196,7 +196,6 @@ class Engine:
         if not self._in_flight or waits:
             return late
         step = self._in_flight.popleft()
-        was_done = step.pending.is_done
         try:
             result = step.pending.result()
         except Exception as error:
@@ -205,7 +204,7 @@ class Engine:
         now = self._clock()
         # The device goes on with the next step. When the last one ended is not known if it was done
         # already: long ago maybe, while the host launched the next. That began then.
-        began_late = was_done and self._in_flight
+        began_late = result.late and self._in_flight
         self._began = self._in_flight[0].launched if began_late else now
         done = self.scheduler.complete(result)
         self._record(done, step, now)

@@ -466,7 +466,7 @@ class PendingDeviceStep:
         return self._result
 
     def _read(self) -> StepResult:
-        seconds = self.clock.wait()
+        late, seconds = self.is_done, self.clock.wait()
         decode: list[list[int]] = []
         nodes: list[list[int]] = []
         widths: list[int] = []
@@ -512,6 +512,7 @@ class PendingDeviceStep:
             survivals=[] if self.survivals is None else self.survivals.tolist(),
             decode_nodes=nodes,
             decode_widths=widths,
+            late=late,
         )
         self.executor.keep_tokens(self.plan, result)
         return result

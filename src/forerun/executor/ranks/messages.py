@@ -33,10 +33,6 @@ class RemoteStep:
     wait: Callable[[RemoteStep], StepResult]
     value: StepResult | None = field(default=None)
 
-    @property
-    def is_done(self) -> bool:
-        return self.value is not None
-
     def result(self) -> StepResult:
         """
         Raises:

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -171,24 +171,27 @@ def _run_plans(
 ) -> None:
     depth = executor.info.limits.overlap_depth
     pending: deque[PendingDeviceStep] = deque()
+    launched = False  # a step, since the last look whether the device has ended one
 
-    def read_oldest() -> None:
+    def read_oldest(late: bool) -> None:
         result = pending.popleft().result()
         if report is not None:
-            report(RESULT + encode(result))
+            report(RESULT + encode(replace(result, late=late)))
 
     while True:
         # The next plan comes while the device works on this one: neither waits for the other.
         if pending and pending[0].is_done:
-            read_oldest()
+            read_oldest(late=launched)
             continue
+        launched = False
         message = plans.take() if pending else plans.receive()
         if message is None:
             time.sleep(POLL_SECONDS)
         elif message[:1] == PLAN:
             while len(pending) > depth:
-                read_oldest()
+                read_oldest(late=False)
             pending.append(executor.launch(decode_plan(message[1:])))
+            launched = True
         elif message[:1] == DISABLE_DRAFTS:
             executor.disable_drafts()
         elif message[:1] == SIMULATE:
