@@ -62,6 +62,7 @@ def test_a_batch_that_never_ran_whole_has_no_speed() -> None:
     cell.widths = {name: {1: 3} for name in POLICIES}
     assert cell.over_best is cell.over_plain is None
     assert "256 2 - - - - - - 1: 100% -" in shown(table([cell]))
+    assert "does not fit into the K/V" in shown(table([cell]))
 
 
 def test_engines_of_a_gpu_leave_their_memory_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:

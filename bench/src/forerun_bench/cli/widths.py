@@ -217,6 +217,8 @@ def table(cells: Sequence[Cell]) -> Table:
             shares(cell.widths[judged]),
             yes_no(cell.identical),
         )
+    if not all(speed for cell in cells for speed in cell.tok_s.values()):
+        out.caption = "-: no step had all requests; the batch does not fit into the K/V"
     return out
 
 
