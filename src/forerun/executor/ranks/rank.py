@@ -171,7 +171,7 @@ def _run_plans(
 ) -> None:
     depth = executor.info.limits.overlap_depth
     pending: deque[PendingDeviceStep] = deque()
-    launched = False  # a step, since the last look whether the device has ended one
+    launched = False  # a step, since the last look whether the device has ended the one before
 
     def read_oldest(late: bool) -> None:
         result = pending.popleft().result()
@@ -181,7 +181,7 @@ def _run_plans(
     while True:
         # The next plan comes while the device works on this one: neither waits for the other.
         if pending and pending[0].is_done:
-            read_oldest(late=launched)
+            read_oldest(late=launched and len(pending) > 1)
             continue
         launched = False
         message = plans.take() if pending else plans.receive()
