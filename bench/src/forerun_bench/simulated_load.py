@@ -131,7 +131,7 @@ class SimulatedExecutor:
     def disable_drafts(self) -> None:
         raise NotImplementedError
 
-    def simulate(self, means: Sequence[float]) -> None:
+    def simulate_accept_lengths(self, means: Sequence[float]) -> None:
         raise NotImplementedError
 
     def start_profile(self, params: ProfileParams) -> None:

@@ -131,7 +131,7 @@ def measure(
             flush_caches(*(llm for llm, _ in llms))
             return
         for llm in drafting:  # requests have the lengths in turn, from the first one on
-            llm.engine.executor.simulate(accept_lengths(lengths))
+            llm.engine.executor.simulate_accept_lengths(accept_lengths(lengths))
 
     for run in runs.values():  # kernels are warm, and policies know the load
         before()

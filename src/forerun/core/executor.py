@@ -88,7 +88,7 @@ class Executor(Protocol):
     def disable_drafts(self) -> None:
         """Stops calling the algorithm. All later plans must have `num_verify_tokens` = 1."""
 
-    def simulate(self, means: Sequence[float]) -> None:
+    def simulate_accept_lengths(self, means: Sequence[float]) -> None:
         """Gives the next requests these mean accept lengths, in turn; for benchmarks.
 
         Raises:

@@ -189,7 +189,7 @@ class DeviceExecutor:
     def disable_drafts(self) -> None:
         self.step.algorithm.disable()
 
-    def simulate(self, means: Sequence[float]) -> None:
+    def simulate_accept_lengths(self, means: Sequence[float]) -> None:
         if self.step.simulate is None:
             raise ConfigError("Acceptance is real; set speculative_simulate_accept_length.")
         self.step.simulate.set(means)

@@ -132,7 +132,7 @@ class RanksExecutor:
     def disable_drafts(self) -> None:
         self._send(DISABLE_DRAFTS)
 
-    def simulate(self, means: Sequence[float]) -> None:
+    def simulate_accept_lengths(self, means: Sequence[float]) -> None:
         self._send(SIMULATE + encode(list(means)))
 
     def start_profile(self, params: ProfileParams) -> None:

@@ -195,7 +195,7 @@ def _run_plans(
         elif message[:1] == DISABLE_DRAFTS:
             executor.disable_drafts()
         elif message[:1] == SIMULATE:
-            executor.simulate(decode_lengths(message[1:]))
+            executor.simulate_accept_lengths(decode_lengths(message[1:]))
         elif message[:1] == START_PROFILE:
             executor.start_profile(decode_profile(message[1:]))
         elif message[:1] == STOP_PROFILE:

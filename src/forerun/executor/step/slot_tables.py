@@ -110,7 +110,7 @@ class SlotTables:
         self.penalties.set([row.penalties for row in rows])
 
     def reset_padding_slot(self) -> None:
-        """Makes it as it was at first: dummy steps expect it so, and algorithms may compare."""
+        """Makes it as it was at first, as dummy steps expect it and what algorithms keep of it."""
         for tensor in (self.kv_len, self.last_token, *self.states):
             tensor[-1:].zero_()
 

@@ -9,8 +9,8 @@ The pairs, in order of their index, are cut into chunks of 64:
    chunks before, and before it in its own. The CTAs share out the tiles, too.
 
 Nothing is added atomically: the order within a list is that of the pairs, in every run. A chunk has
-a CTA of its own, for which its pairs are one block in registers: a CTA that goes from block to
-block has too few warps to hide what each waits for.
+a CTA of its own, which holds its pairs in registers: fewer CTAs that loop over blocks of pairs have
+too few warps per SM to hide the latency.
 
 With expert parallelism, every rank routes all tokens, and `of_experts` keeps the tiles of its own
 experts (in vLLM: expert_map).
@@ -31,7 +31,7 @@ from forerun.kernels.runtime.pdl import pdl_options
 
 CHUNK = 64  # pairs
 SUMMED_EXPERTS, SUMMED_CHUNKS = 8, 256  # of a CTA of `_sum_chunks`: experts, and chunks at a time
-LISTS = 128  # whose beginnings `_place_pairs` finds at a time
+LISTS = 128  # experts whose totals `_place_pairs` adds up at a time
 TILES = 8  # that a CTA makes at a time
 SELECTED_BLOCK, SELECTED_WARPS = 512, 4  # of `_select_tiles`; tiles that it reads at a time
 

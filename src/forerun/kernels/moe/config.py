@@ -37,7 +37,7 @@ class MoeConfig:
     block_m: int  # pairs per tile
     gate_up: GroupedGemmConfig
     down: GroupedGemmConfig
-    tma: bool = False  # weights and the rows between the GEMMs are read through tensor maps
+    tma: bool = False  # reads weights and the rows between the GEMMs by TMA
 
 
 @dataclass(frozen=True)

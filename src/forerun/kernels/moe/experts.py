@@ -179,9 +179,9 @@ def _run_grouped_gemms(
     act = x.new_empty(tokens * top_k, width)
     read_act, read_w13, read_w2 = act, w13, w2
     if config.tma:
-        read_act = boxes(act, config.block_m, config.down)
-        read_w13 = boxes(w13, config.gate_up.block_n, config.gate_up)
-        read_w2 = boxes(w2, config.down.block_n, config.down)
+        read_act = tma_descriptor(act, config.block_m, config.down)
+        read_w13 = tma_descriptor(w13, config.gate_up.block_n, config.gate_up)
+        read_w2 = tma_descriptor(w2, config.down.block_n, config.down)
     swiglu = activation if isinstance(activation, ClampedSwiglu) else None
     b13, b2 = (None, None) if swiglu is None else (swiglu.b13, swiglu.b2)
     alpha, limit = (0.0, 0.0) if swiglu is None else (swiglu.alpha, swiglu.limit)
@@ -202,8 +202,8 @@ def _run_grouped_gemms(
     )  # fmt: skip
 
 
-def boxes(matrix: Tensor, rows: int, config: GroupedGemmConfig) -> Any:
-    """What reads `rows` rows by `block_k` columns of [..., K], all rows below one another."""
+def tma_descriptor(matrix: Tensor, rows: int, config: GroupedGemmConfig) -> Any:
+    """The tensor descriptor of [..., K], all rows below one another, for boxes [rows, block_k]."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return TensorDescriptor.from_tensor(matrix.flatten(0, -2), [rows, config.block_k])
@@ -295,7 +295,7 @@ def store_weighted(
 @jit_no_specialize("max_tiles")
 def _gate_up(
     x,  # [T, H]
-    w13,  # [E, 2I, H], with TMA as boxes
+    w13,  # [E, 2I, H], with TMA its tensor descriptor
     b13,  # [E, 2I] or None
     act,  # [T * k, I], by pair, with TMA in the order of `pairs`
     pairs,
@@ -374,7 +374,7 @@ def _gate_up(
 
 @jit_no_specialize("max_tiles", "T")
 def _down(
-    act,  # [T * k, I], of `_gate_up`; with TMA both as boxes
+    act,  # [T * k, I], of `_gate_up`; with TMA both are tensor descriptors
     w2,  # [E, H, I]
     b2,  # [E, H] or None
     out,  # [k, T, H]
