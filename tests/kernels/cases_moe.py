@@ -6,9 +6,14 @@ from typing import Any
 
 from forerun.kernels.elementwise import quantize_fp8
 from forerun.kernels.moe import align, experts, experts_fp8, experts_mxfp4, gated_output, router
-from forerun.kernels.moe.config import choose_moe, choose_moe_fp8, router_slice
+from forerun.kernels.moe.config import (
+    choose_moe,
+    choose_moe_fp8,
+    choose_router_tile,
+    router_slice,
+)
 from forerun.kernels.runtime.gpu import GpuInfo, next_power_of_2
-from tests.kernels.compiled import SMEM_LIMIT, TARGETS, Case
+from tests.kernels.compiled import CUDA, SMEM_LIMIT, TARGETS, Case
 
 B16, F32, I32 = "*bf16", "*fp32", "*i32"
 HIDDEN, WIDTH, TOP_K = 2048, 768, 8
@@ -20,19 +25,21 @@ def nvidia(target: str) -> GpuInfo:
     return GpuInfo(132, amd=False, capability=int(target[3:]), smem_bytes=SMEM_LIMIT[target])
 
 
-def logits(name: str, hidden: int, block_m: int) -> Case:
+def logits(name: str, hidden: int, tokens: int) -> Case:
+    tile = choose_router_tile(tokens, 128, nvidia("sm_90"))
     return Case(
         name,
         router._router_logits,
         {"x": B16, "w": B16, "partials": F32, **dict.fromkeys(("T", "E", "k_vectors"), "i32")},
         {
-            "SLICE": router_slice(hidden), "BLOCK_M": block_m, "BLOCK_N": router.BLOCK_N,
-            "BLOCK_K": router.BLOCK_K, "EVEN_K": hidden % router.BLOCK_K == 0, "PREFETCH": True,
-            "NUM_THREADS": 32 * router.WARPS,
+            "SLICE": router_slice(hidden), "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
+            "BLOCK_K": tile.block_k, "EVEN_K": hidden % tile.block_k == 0, "PREFETCH": True,
+            "NUM_THREADS": 32 * tile.num_warps,
         },
-        options={"num_warps": router.WARPS, "num_stages": router.STAGES},
+        options={"num_warps": tile.num_warps, "num_stages": tile.num_stages},
         multiples=("E", "k_vectors"),
         matrix=True,
+        targets=TARGETS if tokens <= 1024 else CUDA,
     )  # fmt: skip
 
 
@@ -242,7 +249,8 @@ def mxfp4(tokens: int, out: str) -> list[Case]:
 
 CASES = [
     logits("router logits", HIDDEN, 16),
-    logits("router logits of many tokens", HIDDEN, 64),
+    logits("router logits of hundreds of tokens", HIDDEN, 512),
+    logits("router logits of thousands of tokens", HIDDEN, 8192),
     logits("router logits of 7168", 7168, 16),
     top_k("top-k, Qwen3", rounded_like=...),
     top_k("top-k in one CTA", rounded_like=..., ONE_CTA=True),

@@ -33,6 +33,17 @@ class GroupedGemmConfig:
 
 
 @dataclass(frozen=True)
+class RouterTile:
+    """Tokens, experts and columns of a tile of the router's logits."""
+
+    block_m: int
+    block_n: int
+    block_k: int  # divides 128
+    num_warps: int = 4
+    num_stages: int = 3
+
+
+@dataclass(frozen=True)
 class MoeConfig:
     block_m: int  # pairs per tile
     gate_up: GroupedGemmConfig
@@ -280,3 +291,20 @@ def max_tiles(num_pairs: int, num_experts: int, block_m: int) -> int:
 def router_slice(hidden_size: int) -> int:
     """Columns of the router's weight per split-K part; a multiple of 128."""
     return -(-hidden_size // (128 * ROUTER_SLICES)) * 128
+
+
+def choose_router_tile(
+    num_tokens: int, num_experts: int, gpu: GpuInfo, itemsize: int = 2, fixed_order: bool = False
+) -> RouterTile:
+    """The tile of the logits. Many tokens take large ones, where these fit into shared memory.
+
+    `fixed_order`: as of `choose_moe`; any number of tokens has the same tile.
+    """
+    if fixed_order or num_tokens <= MAX_DECODE_TOKENS:
+        return RouterTile(16, 32, 128)
+    large = RouterTile(128, 128, 64, num_warps=8)
+    stage_bytes = (large.block_m + large.block_n) * large.block_k * itemsize
+    fits = large.num_stages * stage_bytes <= gpu.smem_bytes and not gpu.amd
+    if num_tokens > 1024 and num_experts % large.block_n == 0 and fits:
+        return large
+    return RouterTile(64, 32, 128)

@@ -29,6 +29,7 @@ from forerun.kernels.moe.config import (
     MAX_DECODE_TOKENS,
     choose_moe,
     choose_router_sm90,
+    choose_router_tile,
     max_tiles,
     router_slice,
 )
@@ -45,10 +46,9 @@ from forerun.kernels.runtime.jit import jit, jit_no_specialize, tl, use_triton
 from forerun.kernels.runtime.pairs import sum_pairs
 from forerun.kernels.runtime.pdl import pdl_options
 
-BLOCK_N, BLOCK_K = 32, 128  # experts and columns per tile of the logits
 TOKENS, MANY_TOKENS = 4, 8  # per CTA of `_top_k`; up to `MAX_DECODE_TOKENS` one to a warp
 ONE_CTA_TOKENS, ONE_CTA_SCORES = 16, 4096  # most tokens, and tokens times experts, of one CTA
-WARPS, STAGES = 4, 3
+WARPS = 4  # of the other CTAs of `_top_k`
 
 
 def new_counts(routing: Routing, device: torch.device) -> Tensor:
@@ -106,14 +106,15 @@ def router_partials(x: Tensor, weight: Tensor, fixed_order: bool = False) -> Ten
     (tokens, hidden), experts = x.shape, weight.shape[0]
     width = router_slice(hidden)
     slices = -(-hidden // width)
-    block_m = 16 if fixed_order or tokens <= MAX_DECODE_TOKENS else 64
+    tile = choose_router_tile(tokens, experts, gpu_of(x.device), x.itemsize, fixed_order)
     assert x.is_contiguous() and weight.is_contiguous() and hidden % 8 == 0
     partials = torch.empty(slices, tokens, experts, dtype=torch.float32, device=x.device)
-    _router_logits[(-(-experts // BLOCK_N), -(-tokens // block_m), slices)](
+    _router_logits[(-(-experts // tile.block_n), -(-tokens // tile.block_m), slices)](
         x, weight, partials, tokens, experts, hidden // 8,
-        SLICE=width, BLOCK_M=block_m, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
-        EVEN_K=hidden % BLOCK_K == 0, PREFETCH=hidden % 64 == 0, NUM_THREADS=32 * WARPS,
-        num_warps=WARPS, num_stages=STAGES, **pdl_options(x),
+        SLICE=width, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
+        EVEN_K=hidden % tile.block_k == 0, PREFETCH=hidden % 64 == 0,
+        NUM_THREADS=32 * tile.num_warps,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, **pdl_options(x),
     )  # fmt: skip
     return partials
 
