@@ -10,7 +10,8 @@ import pytest
 from rich.console import Console
 
 from forerun.cli.tables import COLUMNS
-from forerun.core.errors import ConfigError
+from forerun.core.errors import ConfigError, RequestError
+from forerun.core.request import Request
 from forerun.evals.acceptance import Acceptance
 from forerun.evals.prompts import windows
 from forerun_bench.bounds import Bounds
@@ -128,6 +129,26 @@ def test_only_steps_of_the_whole_batch_count(algorithm: str | None, overlap_dept
         if algorithm is None:
             assert after - before == len(prompts)
     assert BatchTiming.of([short]).too_few_steps
+
+
+@pytest.mark.parametrize("only_whole", [False, True])
+def test_a_request_that_fails_is_no_measurement(
+    only_whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with golden_llm(None) as llm:
+        step = llm.engine.step
+
+        def failing() -> list[Request]:
+            changed = step()
+            if any(request.output for request in changed):
+                llm.engine.abort_all("invalid logits")
+            return changed
+
+        monkeypatch.setattr(llm.engine, "step", failing)
+        with pytest.raises(RequestError, match="has failed: invalid logits"):
+            trace(llm.engine, [[7] * 8] * 2, 20, only_whole=only_whole)
+        monkeypatch.undo()
+        assert len(trace(llm.engine, [[7] * 8] * 2, 20).output_ids) == 2
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,9 @@ from forerun.kernels.gemm.gemm import DeferredNorm, GemmWeight
 from forerun.kernels.gemm.gemm_sm90 import Sm90Variant, num_stages
 from forerun.kernels.runtime import nvrtc
 from forerun.kernels.runtime.gpu import GpuInfo, gpu_of
+from forerun.layers.communication import WeightPlacement
+from forerun.layers.gemm import SkinnyGemm
+from forerun.layers.norm import RMSNorm, UnitOffsetRMSNorm
 
 EPS = 1e-6
 GPU = torch.cuda.is_available()
@@ -390,3 +393,41 @@ def test_kernels_overlapped_by_pdl_wait_for_each_other(config: GemmConfig) -> No
             total = total + y @ w.weight.double().T
             y = F.rms_norm(total, (n,), None, EPS)
         close(got, total, 2e-2)
+
+
+def check_norms_after_a_gemm(device: torch.device, m: int, hidden: int) -> None:
+    """Plain norms are begun in the epilogue where it can be; Gemma's, of float32, are not."""
+    generator = torch.Generator(device).manual_seed(m)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device).bfloat16()
+
+    x, residual = normal(m, hidden), normal(m, hidden)
+    weight, wide = normal(hidden, hidden) / hidden**0.5, normal(2 * hidden, hidden)
+    gemm, reader = SkinnyGemm(weight, None), SkinnyGemm(wide, None)
+    place = WeightPlacement(torch.bfloat16, device)
+    for kind in (RMSNorm, UnitOffsetRMSNorm):
+        norm = kind(hidden, EPS, place)
+        norm.weight.copy_(normal(hidden) * 0.1)
+        norm.prepare()
+        normed, total = gemm.add_rms_norm(x, residual.clone(), norm, reader)
+        want = residual.double() + x.double() @ weight.double().T
+        close(total, want, 4e-3)
+        want = want / (want.square().mean(1, keepdim=True) + EPS).sqrt() * norm.weight.double()
+        if isinstance(normed, DeferredNorm):
+            assert kind is RMSNorm
+            close(normed.x * normed.inv_rms(), want, 8e-3)
+        else:
+            close(normed, want, 8e-3)
+
+
+def test_norms_after_a_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(g, "use_triton", lambda x: False)  # the interpreter has no bfloat16
+    check_norms_after_a_gemm(torch.device("cpu"), 3, 64)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [1, 16, 33, 64, 100, 128])
+@pytest.mark.parametrize("hidden", [2048, 4096])
+def test_norms_after_a_gemm_on_a_gpu(m: int, hidden: int) -> None:
+    check_norms_after_a_gemm(torch.device("cuda"), m, hidden)

@@ -17,6 +17,7 @@ from operator import lt
 from typing import Any
 
 from forerun import LLM, SamplingParams
+from forerun.core.errors import RequestError
 from forerun.core.request import State
 from forerun.engine.engine import Engine
 from forerun.evals.acceptance import Acceptance
@@ -24,6 +25,7 @@ from forerun.evals.timing import flush_caches, interleaved, median, quantile
 from forerun.llm.output import meta_info
 from forerun_bench.bounds import Bounds
 
+MEASURED = "what is measured has ended"  # why the rest of a batch is aborted
 FEW_STEPS = 5  # with fewer whole-batch steps in a run, medians are unreliable
 
 
@@ -187,6 +189,9 @@ def trace(
 ) -> Trace:
     """Runs one batch, stepping the engine by hand: to its end, or with `only_whole` until the first
     request has ended.
+
+    Raises:
+        RequestError: the engine gave up on a request, as on invalid logits.
     """
     params = SamplingParams(temperature=0.0, max_new_tokens=output_len, ignore_eos=ignore_eos)
     requests = [engine.make_request(list(ids), params) for ids in prompts]
@@ -207,11 +212,14 @@ def trace(
         elif whole_steps == len(steps) - 1 and all(map(lt, before, lengths)):
             whole_steps = len(steps)
         elif only_whole:
-            engine.abort_all("what is measured has ended")
+            engine.abort_all(MEASURED)
     while engine.has_work:
         engine.step()
     for request in requests:
         engine.close_request(request)
+    for end in (request.finish for request in requests):
+        if end is not None and end.type == "abort" and end.message != MEASURED:
+            raise RequestError(f"A request has failed: {end.message}")
     return Trace(
         steps=tuple(steps),
         prefill_steps=prefill_steps,

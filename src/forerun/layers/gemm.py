@@ -262,9 +262,16 @@ class SkinnyGemm(Gemm):
         if uses_split_k(config):
             if partials:
                 return norm.add(gemm_partials(x, self.weight, config), residual)
-        elif reader is not None and reader.accepts_deferred_norm(x.shape[0]):
+        elif self._defers(norm, reader, x):
             return gemm_add_deferred_norm(x, self.weight, residual, norm.weight, norm.eps, config)
         return norm.add(gemm(x, self.weight, config), residual)
+
+    @staticmethod
+    def _defers(norm: RMSNorm, reader: Gemm | None, x: Tensor) -> bool:
+        """Whether the epilogue may begin a norm: it reads weights of x's dtype, so not Gemma's."""
+        if norm.weight.dtype != x.dtype or reader is None:
+            return False
+        return reader.accepts_deferred_norm(x.shape[0])
 
     def split_k_partials(self, x: Tensor, free_smem: int = 0) -> Tensor | None:
         if self.weight.bias is not None:
