@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 
 import torch
 from torch import Tensor
@@ -37,7 +39,7 @@ from forerun.executor.step.grammar_masks import GrammarBatch
 from forerun.executor.step.inputs import DecodeOutput, PrefillBatch, PrefillLogprobs
 from forerun.executor.step.logprob_results import LogprobCopy, StepLogprobs
 from forerun.executor.step.pooling import PoolCopy, PoolQuery
-from forerun.executor.step.reliability import all_counts, confidence_counts
+from forerun.executor.step.reliability import confidence_counts
 from forerun.executor.step.slot_tables import ANY_SAMPLING
 from forerun.executor.step.timing import StepTimer
 from forerun.grammar.compiler import GrammarCompiler
@@ -91,6 +93,7 @@ class DeviceExecutor:
         self._slots: dict[int, _Slot] = {}
         self._clock: StepClock | None = None  # of the last step
         self._decode_steps = 0
+        self._drafted = False  # in the last of them
         self._unread: list[PendingDeviceStep] = []  # steps with grammars, in launch order
         self._keeps_tokens = step.caps.needs_host_tokens
         self._info: ExecutorInfo | None = None
@@ -380,28 +383,41 @@ class DeviceExecutor:
     def _kv_len_ub(self, requests: Sequence[DecodeRequest]) -> int:
         return max(request.kv_len_ub for request in requests) + self.step.caps.kv_reserve
 
-    def _due_confidences(self) -> Tensor | None:
-        """A copy of the counts of confidences; not in every step, as a copy delays the next one."""
+    def _due_confidences(self) -> tuple[Tensor, Tensor | None] | None:
+        """Copies of the counts of confidences and of estimated rates; not in every step.
+
+        Nor in one that tells survivals: while the host is busy with either, a short step ends.
+        """
         self._decode_steps += 1
         table, estimator = self.step.reliability, self.step.estimator
         unused = not table.used and estimator is None
-        if unused or self._decode_steps % CONFIDENCE_STEPS:
+        if unused or self._decode_steps % CONFIDENCE_STEPS != CONFIDENCE_STEPS // 4:
             return None
-        return self._copy(all_counts(table, estimator))
+        estimated = None if estimator is None else self._copy_of_state(estimator.counts)
+        return self._copy_of_state(table.counts), estimated
 
-    def _due_survivals(self, slots: Sequence[int], drafted: bool) -> Tensor | None:
-        """[B + 1, K] float32, of `StepResult.survivals`; not in every step, as copies take time.
+    def _due_survivals(
+        self, slots: Sequence[int], drafted: bool
+    ) -> tuple[Tensor, Tensor] | None:
+        """[B, K] float32, those of a step's requests, and the rates [K] of a new one.
 
+        Not in every step, as copies take time, but in the first of several with drafts: if it was
+        to find out whether drafts pay, the next choice depends on it.
         On a CPU they are there, so that a step with drafts tells at once what it has shown, unless
         the batch is so large that looking for the best step takes long.
         """
         estimator, tables = self.step.estimator, self.tables
-        told = drafted and tables.device.type == "cpu" and len(slots) < DRAFTING_BATCH
+        first, self._drafted = drafted and not self._drafted, drafted
+        small = tables.device.type == "cpu" and len(slots) < DRAFTING_BATCH
+        told = first or (drafted and small)
         if estimator is None or (self._decode_steps % SURVIVAL_STEPS and not told):
             return None
         survival = estimator.survival(tables.upload(slots, torch.int64), tables.max_drafts)
-        unknown = estimator.prior.cumprod(0).unsqueeze(0)
-        return self._copy(torch.cat((survival, unknown)))
+        return self._copy(survival), self._copy_of_state(estimator.prior)
+
+    def _copy_of_state(self, tensor: Tensor) -> Tensor:
+        """Of what later steps change."""
+        return tensor.clone() if tensor.device.type == "cpu" else self._copy(tensor)
 
     def _check_row_layout(self, batch: DecodeBatch, clock: StepClock) -> None:
         """Drafts for the first request of a step in both row layouts, if that is due."""
@@ -447,10 +463,11 @@ class PendingDeviceStep:
     not_admitted: list[Failure]
     logprobs: StepLogprobs
     grammars: dict[int, GrammarState]  # by slot; its tokens are committed to them
-    confidences: Tensor | None = None  # `ReliabilityTable.counts`
+    # `ReliabilityTable.counts`, and `Estimator.counts` if there is one.
+    confidences: tuple[Tensor, Tensor | None] | None = None
     layout_counts: Tensor | None = None  # of `RowLayoutCheck.after`
     pooled: PoolCopy | None = None
-    survivals: Tensor | None = None  # [B + 1, K] float32
+    survivals: tuple[Tensor, Tensor] | None = None  # of the requests; rates of a new one
     _result: StepResult | None = None
 
     @property
@@ -507,9 +524,9 @@ class PendingDeviceStep:
             [] if self.pooled is None else self.pooled.of_prefill(len(self.plan.prefill)),
             gap_seconds=self.clock.gap_seconds,
             held=tuple(held),
-            confidences=None if self.confidences is None else confidence_counts(self.confidences),
+            confidences=None if self.confidences is None else confidence_counts(*self.confidences),
             warning=self._warning(),
-            survivals=[] if self.survivals is None else self.survivals.tolist(),
+            survivals=[] if self.survivals is None else _with_new(*(x.tolist() for x in self.survivals)),
             decode_nodes=nodes,
             decode_widths=widths,
             late=late,
@@ -545,6 +562,11 @@ class PendingDeviceStep:
 def _beginnings(rows: Sequence[list[int]], counts: Sequence[int]) -> list[list[int]]:
     """The first entries of each row, as many as `counts` says."""
     return [row[:count] for row, count in zip(rows, counts, strict=True)]
+
+
+def _with_new(rows: list[list[float]], rates: Sequence[float]) -> list[list[float]]:
+    """Survivals of requests, and those of a new one."""
+    return [*rows, list(accumulate(rates, mul))]
 
 
 def device_step(executor: Executor) -> DeviceStep:

@@ -90,12 +90,12 @@ class RaggedWidth(ThroughputPolicy):
         """The best step of each width for a batch, with as many drafts of a request as pay."""
         batch, full, best = len(survival), self.max_drafts + 1, dict[float, Budget]()
         widths = [w for w in self.widths if captured_width(w, batch, full) == w]
+        if self._is_uniform(batch):
+            return self._uniform_budgets(survival, [int(width) for width in widths])
         fitting_of = {  # by the most tokens of one request
             most: [w for w in widths if w <= most <= self._most(batch, w) or w == 1]
             for most in self.costs.drafting_widths or [full]
         }
-        if self._is_uniform(batch):
-            fitting_of = {int(width): [1, width] for width in widths[1:]}
         for most, fitting in fitting_of.items():
             if len(fitting) == 1 and best:
                 continue  # plain decoding alone
@@ -104,6 +104,19 @@ class RaggedWidth(ThroughputPolicy):
                 if width not in best or each.throughput > best[width].throughput:
                     best[width] = each
         return dict(sorted(best.items()))
+
+    def _uniform_budgets(self, survival: Survivals, widths: Sequence[int]) -> dict[float, Budget]:
+        """Steps in which all requests have as many drafts: they add what the first of each add."""
+        batch, full, known = len(survival), self.max_drafts + 1, self.costs.drafting_widths
+        times, order = self._times(widths, batch, full), tuple(range(batch))
+        added = [0.0, *np.cumsum(survival.sum(0)).tolist()]
+        found = {}
+        for width, tokens, seconds in zip(widths, times.tokens, times.verify, strict=True):
+            drafting = batch if width > 1 else 0
+            seconds += self.costs.drafting(drafting, width if width in known else full)
+            expected = batch + added[width - 1]
+            found[float(width)] = Budget(tokens, drafting, order, expected, seconds, width)
+        return found
 
     def _most(self, batch: int, width: float) -> int:
         """W of the measured step of this width."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from forerun.core.plan import CONFIDENCE_BINS, ConfidenceCounts
 from forerun.executor.step.slot_tables import SlotTables
 from forerun.kernels.speculation.reliability import DraftsBySlot, count_reliability
-from forerun.speculative.ragged.estimator import FRACTION, Estimator
+from forerun.speculative.ragged.estimator import FRACTION
 
 
 class ReliabilityTable:
@@ -41,16 +41,9 @@ class ReliabilityTable:
         count_reliability(self.counts, confidence, num_committed, slots, self._drafts, widths)
 
 
-def all_counts(table: ReliabilityTable, estimator: Estimator | None) -> Tensor:
-    """[3 * bins, 3] float64: those of greedy and sampled requests, and of estimated rates."""
-    estimated = table.counts.new_zeros(CONFIDENCE_BINS, 3)
-    if estimator is not None:
-        estimated = estimator.counts.double()
-        estimated[:, 2] /= FRACTION
-    return torch.cat((table.counts, estimated))
-
-
-def confidence_counts(counts: Tensor) -> ConfidenceCounts:
-    """A host copy of `all_counts` as plain numbers."""
-    greedy, sampled, estimated = counts.view(3, CONFIDENCE_BINS, 3).tolist()
-    return ConfidenceCounts(greedy=greedy, sampled=sampled, estimated=estimated)
+def confidence_counts(counts: Tensor, estimated: Tensor | None) -> ConfidenceCounts:
+    """Host copies of `ReliabilityTable.counts` and `Estimator.counts` as plain numbers."""
+    greedy, sampled = counts.view(2, CONFIDENCE_BINS, 3).tolist()
+    rates = [[0, 0, 0]] * CONFIDENCE_BINS if estimated is None else estimated.tolist()
+    rated = [[float(n), float(hits), total / FRACTION] for n, hits, total in rates]
+    return ConfidenceCounts(greedy=greedy, sampled=sampled, estimated=rated)
