@@ -130,7 +130,7 @@ class ToyRecurrentForCausalLM(ToyModel):
         f32 = torch.float32
         tensors = {"s": ((HEADS, DIM, DIM), f32), "shift": ((HIDDEN,), f32)}
         # Updates are the states after each token.
-        state = RecurrentState(tensors, updates=tensors, replay=replay_last)
+        state = RecurrentState(tensors, updates=tensors, replay=replay_last, ragged=True)
         dense = DenseKV(HEADS, DIM, kv_dtype)
         return ModelLayout(
             tuple(dense if self.is_dense(i) else state for i in range(self.config.num_layers))
@@ -149,7 +149,7 @@ class ToyRecurrentForCausalLM(ToyModel):
             s, shift = (self.committed(state, name) for name in ("s", "shift"))
             state.store_state("s", s)
             state.store_state("shift", shift)
-            blocks = x.view(len(s), state.q_len, HIDDEN)
+            blocks = state.by_request(x).view(len(s), state.q_len, HIDDEN)
             outs, kept, shifts = [], [], []
             for i in range(state.q_len):
                 out, s, shift = self.advance(w, blocks[:, i], s, shift)
@@ -158,7 +158,7 @@ class ToyRecurrentForCausalLM(ToyModel):
                 shifts.append(shift)
             state.store_updates("s", torch.stack(kept, 1))
             state.store_updates("shift", torch.stack(shifts, 1))
-            return torch.stack(outs, 1).flatten(0, 1)
+            return state.by_token(torch.stack(outs, 1).flatten(0, 1))
         assert state.prompts is not None
         outs, ends, shifts, first = [], [], [], 0
         for request, count in enumerate(state.prompts.num_tokens):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 from forerun import SamplingParams
 from forerun.attention.base import HostBatch
 from forerun.core.errors import ConfigError
+from forerun.executor import device_executor
 from forerun.executor.device_executor import DeviceExecutor, device_step
 from forerun.executor.graphs import cuda
 from forerun.executor.graphs.cpu import CpuGraphSteps
@@ -314,3 +316,26 @@ def test_the_confident_get_more(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_refusals(algorithm: str | None, settings: dict[str, Any], why: str) -> None:
     with pytest.raises(ConfigError, match=f"speculative_ragged_verify {why}"):
         golden_llm(algorithm, **{**SETTINGS, **settings})
+
+
+def test_when_survivals_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every few steps, and by the first of several with drafts; what later steps learn is not."""
+    monkeypatch.setattr(device_executor, "SURVIVAL_STEPS", 5)
+    monkeypatch.setattr(device_executor, "DRAFTING_BATCH", 0)  # as on a GPU
+    with golden_llm("DFLASH", **SETTINGS) as llm:
+        executor = llm.engine.executor
+        assert isinstance(executor, DeviceExecutor)
+        drafted, told = [0, 1, 1, 1, 0, 0, 1, 0, 0, 1, 1], []
+        for step, each in enumerate(drafted):
+            executor._decode_steps = step + 1
+            told.append(executor._due_survivals([0, 1], bool(each)))
+        assert [each is not None for each in told] == [0, 1, 0, 0, 1, 0, 1, 0, 0, 1, 0]
+        due = told[1]
+        assert due is not None
+        estimator = executor.step.estimator
+        assert estimator is not None
+        rows = device_executor._with_new(*(each.tolist() for each in due))
+        estimator.prior.zero_()
+        assert device_executor._with_new(*(each.tolist() for each in due)) == rows
+        assert len(rows) == 3 and rows[0] == [0.0] * len(rows[0])  # a slot without a request
+        assert all(0 < b < a <= 1 for a, b in pairwise(rows[2]))

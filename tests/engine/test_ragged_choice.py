@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from forerun.config.engine_config import EngineConfig
 from forerun.core.errors import ConfigError
 from forerun.executor import ragged
 from forerun.executor.ragged import choose_ragged
+from forerun.kvcache.layouts import DenseKV, ModelLayout, RecurrentState
 from forerun.layers.module import Module
 from forerun.scheduler.adaptive_width import AdaptiveWidth
 from forerun.scheduler.ragged_width import RaggedWidth
@@ -25,8 +28,14 @@ CHAINS = SpecCaps(num_drafts=7, observes_packed=True)
 class Target(Module):
     """As far as the choice looks at it."""
 
-    def __init__(self, recurrent: bool = False) -> None:
-        self.has_recurrent_layers = recurrent
+    def __init__(self, *recurrent: bool) -> None:
+        """`recurrent`: whether each recurrent layer serves ragged passes."""
+        states = (RecurrentState({}, {}, Mock(), ragged=each) for each in recurrent)
+        self._layout = ModelLayout((DenseKV(1, 8, torch.float32), *states))
+        self.config = SimpleNamespace(architecture="Hybrid")
+
+    def kv_layout(self, kv_dtype: torch.dtype) -> ModelLayout:
+        return self._layout
 
 
 DENSE: Any = Target()
@@ -78,7 +87,7 @@ def test_on_a_gpu_it_is_on_where_it_was_measured() -> None:
     for ranks in (1, 2):
         assert choose_ragged(config(tp_size=ranks), CHAINS, GPU, DENSE).ragged
     targets: list[tuple[Any, dict[str, Any], str]] = [
-        (Target(recurrent=True), {}, "recurrent layers"),
+        (Target(True), {}, "recurrent layers"),
         (DENSE, {"disable_cuda_graph": True}, "disable_cuda_graph"),
         (DENSE, {"enable_deterministic_inference": True}, "enable_deterministic_inference"),
     ]
@@ -87,6 +96,14 @@ def test_on_a_gpu_it_is_on_where_it_was_measured() -> None:
         assert str(off) == f"off: it has not been measured with {why}"
         asked = config(**values, speculative_ragged_verify=True)
         assert choose_ragged(asked, CHAINS, GPU, target).ragged
+
+
+def test_recurrent_layers_that_follow_one_width() -> None:
+    target: Any = Target(True, False)
+    off = choose_ragged(config(), CHAINS, GPU, target)
+    assert str(off) == "off: it needs recurrent layers that serve it, which those of Hybrid do not"
+    with pytest.raises(ConfigError, match="needs recurrent layers that serve it"):
+        choose_ragged(config(speculative_ragged_verify=True), CHAINS, GPU, target)
 
 
 def test_what_forbids_it_is_named() -> None:

@@ -18,6 +18,7 @@ from forerun.models import registry
 from tests.engine.test_matrix import GREEDY, SEEDED, generate, params
 from tests.engine_runs import hold_prompt_logprobs
 from tests.golden_engine import poison_on_release
+from tests.ragged import SETTINGS, divide_at_random
 from tests.toy_algorithms import Oracle, register_toys
 from tests.toy_models import (
     TOY_MODELS,
@@ -146,6 +147,23 @@ def test_long_paths_are_accepted() -> None:
 
 
 # --- what only recurrent models have --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overlap_depth", [0, 1])
+def test_a_recurrent_layer_in_ragged_passes(
+    overlap_depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, division = ToyRecurrentForCausalLM, divide_at_random(monkeypatch)
+    want = reference(kind, False)
+    monkeypatch.setattr(
+        Oracle, "answers", {tuple(p): o for p, o in zip(prompts(), want, strict=True)}
+    )
+    settings = {**SETTINGS, "overlap_depth": overlap_depth}
+    with toy_llm(kind, "TOY-ORACLE", **settings) as llm:
+        for _ in range(2):  # prefix hits
+            got = generate(llm, prompts(), [params(GREEDY, i) for i in range(5)], False)
+            assert [o[0] for o in got] == want
+    assert any(len(set(widths)) > 1 for widths in division.seen)
 
 
 def run(llm: LLM, tokens: list[int]) -> tuple[list[int], int]:

@@ -13,9 +13,11 @@ HEADS: dict[str, Any] = {"K_HEADS": 16, "V_HEADS": 32, "K_DIM": 128, "V_DIM": 12
 SLOTS = {"slots": I64, "num_pending": I32}
 
 
-def update(tokens: int, tree: bool = False) -> list[Case]:
-    kind = "tree of " if tree else ""
-    pointers, constants = ({"parents": I64}, {}) if tree else ({}, {"parents": None})
+def update(tokens: int, tree: bool = False, ragged: bool = False) -> list[Case]:
+    kind = "up to " * ragged + "tree of " * tree
+    given = {"parents": (I64, tree), "first_rows": (I32, ragged)}
+    pointers = {name: pointer for name, (pointer, there) in given.items() if there}
+    constants = dict.fromkeys(name for name, (_, there) in given.items() if not there)
     conv = Case(
         f"causal conv, {kind}{tokens} tokens",
         causal_conv._causal_conv_update,
@@ -146,7 +148,9 @@ CASES = [
     replace(PREFILL[2], targets=RDNA, spill_bytes=1024),
     *update(1),
     *update(16),
+    *update(16, ragged=True),
     *update(33, tree=True),
+    *update(33, tree=True, ragged=True),
     *replays(),
     *fixed_order(),
     Case(

@@ -26,6 +26,10 @@ class RecurrentContext:
     Tree (`parents` set, with `q_len`): the state before a token is the one after its parent; that
     of the root is the first token's. A layer that does so declares `RecurrentState.trees`; the
     updates of the accepted path are moved to where a chain would have left them.
+
+    Ragged pass (`rows` set, with `q_len`): the forward's tokens are packed, request by request, and
+    a request has at most `q_len`. A layer that serves it declares `RecurrentState.ragged`: by
+    itself, or between `by_request` and `by_token`.
     """
 
     slots: Tensor  # [B] int64
@@ -33,7 +37,7 @@ class RecurrentContext:
     prompts: PromptChunks | None  # those of chunks of prompts
     layer: LayerState
     parents: Tensor | None = None  # [B, q_len] int64 of a tree: indices of earlier tokens, or -1
-    rows: RaggedRows | None = None  # with `q_len`: the forward's tokens are packed row by row
+    rows: RaggedRows | None = None
 
     def by_request(self, x: Tensor) -> Tensor:
         """[T, ...] -> [B * q_len, ...] of a pass with `q_len`; what is past a request's tokens is

@@ -396,9 +396,7 @@ class DeviceExecutor:
         estimated = None if estimator is None else self._copy_of_state(estimator.counts)
         return self._copy_of_state(table.counts), estimated
 
-    def _due_survivals(
-        self, slots: Sequence[int], drafted: bool
-    ) -> tuple[Tensor, Tensor] | None:
+    def _due_survivals(self, slots: Sequence[int], drafted: bool) -> tuple[Tensor, Tensor] | None:
         """[B, K] float32, those of a step's requests, and the rates [K] of a new one.
 
         Not in every step, as copies take time, but in the first of several with drafts: if it was
@@ -416,7 +414,7 @@ class DeviceExecutor:
         return self._copy(survival), self._copy_of_state(estimator.prior)
 
     def _copy_of_state(self, tensor: Tensor) -> Tensor:
-        """Of what later steps change."""
+        """Copies what later steps change."""
         return tensor.clone() if tensor.device.type == "cpu" else self._copy(tensor)
 
     def _check_row_layout(self, batch: DecodeBatch, clock: StepClock) -> None:
@@ -508,7 +506,9 @@ class PendingDeviceStep:
             for slot, grammar in self.grammars.items()
             if slot not in ended and self.executor.hold(slot, grammar)
         ]
-        phase_times = None
+        survivals, phase_times = [], None
+        if self.survivals is not None:
+            survivals = _with_new(*(each.tolist() for each in self.survivals))
         if self.timestamps is not None:
             timer, timestamps = self.timestamps
             phase_times = timer.unix(timestamps)
@@ -526,7 +526,7 @@ class PendingDeviceStep:
             held=tuple(held),
             confidences=None if self.confidences is None else confidence_counts(*self.confidences),
             warning=self._warning(),
-            survivals=[] if self.survivals is None else _with_new(*(x.tolist() for x in self.survivals)),
+            survivals=survivals,
             decode_nodes=nodes,
             decode_widths=widths,
             late=late,

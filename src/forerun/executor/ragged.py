@@ -12,6 +12,7 @@ import torch
 from forerun.attention.select import BACKENDS
 from forerun.config.engine_config import EngineConfig
 from forerun.core.errors import ConfigError
+from forerun.kvcache.layouts import RecurrentState
 from forerun.models.base import CausalLM
 from forerun.speculative.base import SpecCaps
 
@@ -45,7 +46,7 @@ def choose_ragged(
     Raises:
         ConfigError: it was asked for, and something else that was set forbids it.
     """
-    asked, missing = config.speculative_ragged_verify, _missing(config, caps)
+    asked, missing = config.speculative_ragged_verify, _missing(config, caps, target)
     if asked and missing is not None:
         raise ConfigError(f"speculative_ragged_verify {missing}.")
     if asked is not None:
@@ -56,13 +57,20 @@ def choose_ragged(
     return RaggedChoice(*DEFAULTS[device.type])
 
 
-def _missing(config: EngineConfig, caps: SpecCaps) -> str | None:
+def _missing(config: EngineConfig, caps: SpecCaps, target: CausalLM) -> str | None:
     """What it cannot do without."""
     if caps.num_drafts == 0:
         return "needs drafts; set speculative_algorithm"
     if not config.speculative_adaptive:
         return "needs speculative_adaptive; turn it on"
+    if not all(layer.ragged for layer in _recurrent(target)):
+        architecture = target.config.architecture
+        return f"needs recurrent layers that serve it, which those of {architecture} do not"
     return None
+
+
+def _recurrent(target: CausalLM) -> tuple[RecurrentState, ...]:
+    return target.kv_layout(torch.bfloat16).recurrent  # of any dtype
 
 
 def _unmeasured(config: EngineConfig, target: CausalLM) -> str | None:
@@ -71,7 +79,7 @@ def _unmeasured(config: EngineConfig, target: CausalLM) -> str | None:
         "AMD GPUs": torch.version.hip is not None,
         "disable_cuda_graph": config.disable_cuda_graph,
         "enable_deterministic_inference": config.enable_deterministic_inference,
-        "recurrent layers": target.has_recurrent_layers,
+        "recurrent layers": bool(_recurrent(target)),
     }
     found = next((kind for kind, has in kinds.items() if has), None)
     return None if found is None else f"has not been measured with {found}"

@@ -93,13 +93,15 @@ class RecurrentState:
 
     `updates` has those that a verify pass stores per token. They may be the state after the token,
     or whatever it is computed from; a layer that knows its recurrence stores far less than states.
-    `replay` computes states from updates. `trees`: the layer follows `RecurrentContext.parents`.
+    `replay` computes states from updates. `trees`: the layer follows `RecurrentContext.parents`;
+    `ragged`: it reads `RecurrentContext.rows`.
     """
 
     tensors: TensorShapes
     updates: TensorShapes
     replay: Replay
     trees: bool = False
+    ragged: bool = False
 
     def with_ssm_dtype(self, dtype: torch.dtype) -> RecurrentState:
         """The same with the tensor named `SSM`, if there is one, stored as `dtype`."""

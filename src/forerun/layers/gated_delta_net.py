@@ -95,7 +95,7 @@ class CausalConv(Module):
         layer = state.layer
         kept = ConvState(state.slots, layer.num_pending, layer.state["conv"], layer.updates["conv"])
         if state.prompts is None:
-            return causal_conv_update(x, self.weight, kept, state.parents)
+            return causal_conv_update(x, self.weight, kept, state.parents, state.rows)
         return causal_conv_prefill(x, self.weight, kept, state.prompts)
 
 
@@ -164,6 +164,7 @@ class GatedDeltaNet(KVLayer):
             },
             replay=replay_states,
             trees=True,
+            ragged=True,
         )
 
     @property
@@ -177,8 +178,7 @@ class GatedDeltaNet(KVLayer):
         heads, state = self.heads, ctx.recurrent(self.layer_id)
         widths = heads.conv, heads.value, heads.num_v, heads.num_v
         qkv, z, b, a = self.in_proj(x).result().split_with_sizes(widths, 1)
-        qkv, a, b = (state.by_request(each) for each in (qkv, a, b))
-        out = state.by_token(self._attend(self.conv1d(qkv, state), a, b, state))
+        out = self._attend(self.conv1d(qkv, state), a, b, state)
         return self.out_proj(gated_rms_norm(out, z, self.norm.weight, self.norm.eps))
 
     def _attend(self, qkv: Tensor, a: Tensor, b: Tensor, state: RecurrentContext) -> Tensor:
@@ -193,7 +193,9 @@ class GatedDeltaNet(KVLayer):
             layer.updates["g"],
         )
         if state.prompts is None:
-            return gated_delta_update(qkv, gates, kept, state.parents, self._fixed_order)
+            return gated_delta_update(
+                *(qkv, gates, kept, state.parents), self._fixed_order, state.rows
+            )
         return gated_delta_prefill(qkv, gates, kept, state.prompts, self._fixed_order)
 
 

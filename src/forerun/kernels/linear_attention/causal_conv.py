@@ -19,6 +19,7 @@ from forerun.kernels.cpu.library import serves
 from forerun.kernels.linear_attention.chunks import CHUNK, PromptChunks
 from forerun.kernels.runtime.jit import jit, tl, triton, use_triton
 from forerun.kernels.runtime.pdl import pdl_options
+from forerun.kernels.speculation.ragged import RaggedRows
 
 MAX_KERNEL_SIZE = 4  # of the Triton kernels
 BLOCK, PREFILL_BLOCK = 128, 64  # channels of a CTA
@@ -35,7 +36,11 @@ class ConvState:
 
 
 def causal_conv_update(
-    x: Tensor, weight: Tensor, state: ConvState, parents: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    state: ConvState,
+    parents: Tensor | None = None,
+    rows: RaggedRows | None = None,
 ) -> Tensor:
     """A decode or verify pass. Moves the pending inputs to the state, and stores those of x.
 
@@ -45,11 +50,14 @@ def causal_conv_update(
         state: updated in place.
         parents: [B, q_len] int64, of a tree: the earlier token that each one follows, -1 for the
             root; None: a chain.
+        rows: of a ragged pass, with x [N, C]; None: each request has q_len tokens.
 
     Returns:
-        [B · q_len, C].
+        [B · q_len, C], or [N, C].
     """
     if not use_triton(x):
+        if rows is not None:
+            return rows.pack(causal_conv_update(rows.unpack(x), weight, state, parents))
         if serves(x.dtype, x.device):
             return causal_conv_cpu(x, weight, state, parents=parents)
         return causal_conv_update_ref(x, weight, state, parents)
@@ -58,8 +66,9 @@ def causal_conv_update(
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _causal_conv_update[(batch, triton.cdiv(channels, BLOCK))](
         x, weight, state.slots, state.num_pending, state.state, state.inputs, out, parents,
+        None if rows is None else rows.first,
         x.stride(0), channels, state.inputs.shape[1],
-        NUM_TOKENS=len(x) // batch, SIZE=size, BLOCK=BLOCK,
+        NUM_TOKENS=len(x) // batch if rows is None else rows.max_width, SIZE=size, BLOCK=BLOCK,
         num_warps=1, **pdl_options(x),
     )  # fmt: skip
     return out
@@ -153,13 +162,14 @@ def _conv_silu(x: Tensor, weight: Tensor) -> Tensor:
 
 @jit
 def _causal_conv_update(
-    x_ptr, weight_ptr, slots, num_pending, state, inputs, out_ptr, parents,
+    x_ptr, weight_ptr, slots, num_pending, state, inputs, out_ptr, parents, first_rows,
     row_stride, channels, width,
     NUM_TOKENS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One CTA per BLOCK channels of a request. What it reads and writes no other CTA does.
 
-    `parents` None: a chain, whose last inputs stay in registers.
+    `parents` None: a chain, whose last inputs stay in registers. `first_rows` None: each request
+    has NUM_TOKENS tokens; else at most so many.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -183,29 +193,46 @@ def _causal_conv_update(
         tl.store(state + (SIZE - 3) * channels, x1, mask=inside)
     tl.store(state + (SIZE - 2) * channels, x2, mask=inside)
     f0, f1, f2 = x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32)
-    x_ptr += request * NUM_TOKENS * row_stride + at
-    out_ptr += request * NUM_TOKENS * channels + at
+    if first_rows is None:
+        begin, count = request * NUM_TOKENS, NUM_TOKENS
+    else:
+        begin = tl.load(first_rows + request).to(tl.int64)
+        count = tl.load(first_rows + request + 1) - begin.to(tl.int32)
+    x_ptr += begin * row_stride + at
+    out_ptr += begin * channels + at
     if parents is None:
-        for i in tl.static_range(NUM_TOKENS):
-            x = tl.load(x_ptr + i * row_stride, mask=inside, other=0.0)
-            tl.store(inputs + i * channels, x, mask=inside)
-            f3 = x.to(tl.float32)
-            total = f0 * w0 + f1 * w1 + f2 * w2 + f3 * w3
-            _store_silu(out_ptr + i * channels, total, inside)
-            f0, f1, f2 = f1, f2, f3
+        if first_rows is None:
+            for i in tl.static_range(NUM_TOKENS):
+                x = _keep_input(x_ptr + i * row_stride, inputs + i * channels, inside)
+                total = f0 * w0 + f1 * w1 + f2 * w2 + x * w3
+                _store_silu(out_ptr + i * channels, total, inside)
+                f0, f1, f2 = f1, f2, x
+        else:
+            for i in range(count):
+                x = _keep_input(x_ptr + i * row_stride, inputs + i * channels, inside)
+                total = f0 * w0 + f1 * w1 + f2 * w2 + x * w3
+                _store_silu(out_ptr + i * channels, total, inside)
+                f0, f1, f2 = f1, f2, x
     else:
         parents += request * NUM_TOKENS
-        for i in range(NUM_TOKENS):
-            x = tl.load(x_ptr + i * row_stride, mask=inside, other=0.0)
-            tl.store(inputs + i * channels, x, mask=inside)
+        for i in range(count):
+            x = _keep_input(x_ptr + i * row_stride, inputs + i * channels, inside)
             p2 = tl.load(parents + i)
             p1 = _above(parents, p2)
             p0 = _above(parents, p1)
-            total = x.to(tl.float32) * w3
+            total = x * w3
             total += _on_path(x_ptr, p2, row_stride, inside, f0, f1, f2) * w2
             total += _on_path(x_ptr, p1, row_stride, inside, f0, f1, f2) * w1
             total += _on_path(x_ptr, p0, row_stride, inside, f0, f1, f2) * w0
             _store_silu(out_ptr + i * channels, total, inside)
+
+
+@jit
+def _keep_input(x_ptr, kept_ptr, inside):
+    """A token's input in float32; it is stored for the next pass."""
+    x = tl.load(x_ptr, mask=inside, other=0.0)
+    tl.store(kept_ptr, x, mask=inside)
+    return x.to(tl.float32)
 
 
 @jit

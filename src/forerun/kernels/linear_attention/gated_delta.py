@@ -20,7 +20,7 @@ compiler would choose depends on the code around.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,7 @@ from forerun.kernels.cpu.library import serves
 from forerun.kernels.linear_attention.chunks import CHUNK, PromptChunks
 from forerun.kernels.runtime.jit import jit, tl, triton, use_triton
 from forerun.kernels.runtime.pdl import pdl_options
+from forerun.kernels.speculation.ragged import RaggedRows
 from forerun.kernels.speculation.tree import tree_shape_ref, unpack_bits
 
 # Columns of a state that a CTA has in registers. A decode pass only reads and writes states; a
@@ -73,6 +74,7 @@ def gated_delta_update(
     state: DeltaState,
     parents: Tensor | None = None,
     fixed_order: bool = False,
+    rows: RaggedRows | None = None,
 ) -> Tensor:
     """A decode or verify pass. Applies the pending updates, and stores those of its own tokens.
 
@@ -82,11 +84,16 @@ def gated_delta_update(
         parents: [B, q_len] int64, of a tree: the earlier token that each one follows, -1 for the
             root; None: a chain.
         fixed_order: a token of a chain has the same bits in any pass; states are float32.
+        rows: of a ragged pass, with N tokens; None: each request has q_len.
 
     Returns:
-        o [B · q_len, HV, Dv], in qkv's dtype.
+        o [B · q_len, HV, Dv] or [N, HV, Dv], in qkv's dtype.
     """
     if not use_triton(qkv):
+        if rows is not None:
+            gates = replace(gates, a=rows.unpack(gates.a), b=rows.unpack(gates.b))
+            out = gated_delta_update(rows.unpack(qkv), gates, state, parents, fixed_order)
+            return rows.pack(out)
         if _on_cpu(qkv, state):
             return gated_delta_cpu(qkv, gates, state, parents=parents)
         return gated_delta_update_ref(qkv, gates, state, parents)
@@ -94,14 +101,15 @@ def gated_delta_update(
     width, _, k_heads, _ = state.k.shape[1:]
     assert qkv.is_contiguous() and gates.a.stride(1) == gates.b.stride(1) == 1
     out = torch.empty(len(qkv), v_heads, v_dim, dtype=qkv.dtype, device=qkv.device)
-    options = fixed_options(fixed_order, update_block_v(len(qkv) // batch, _on_hip()))
+    num_tokens = len(qkv) // batch if rows is None else rows.max_width
+    options = fixed_options(fixed_order, update_block_v(num_tokens, _on_hip()))
     block_v = options["BLOCK_V"]
     _gated_delta_update[(batch * v_heads, triton.cdiv(v_dim, block_v))](
         qkv, gates.a, gates.b, gates.decay, gates.dt_bias,
         state.slots, state.num_pending, state.num_passes,
         state.state, state.k, state.delta, state.g, out, parents,
-        gates.a.stride(0), gates.b.stride(0), width,
-        NUM_TOKENS=len(qkv) // batch, K_HEADS=k_heads, V_HEADS=v_heads, K_DIM=k_dim, V_DIM=v_dim,
+        None if rows is None else rows.first, gates.a.stride(0), gates.b.stride(0), width,
+        NUM_TOKENS=num_tokens, K_HEADS=k_heads, V_HEADS=v_heads, K_DIM=k_dim, V_DIM=v_dim,
         EPS=EPS, BLOCK_K=triton.next_power_of_2(k_dim), **options,
         num_warps=1, **pdl_options(qkv),
     )  # fmt: skip
@@ -340,7 +348,7 @@ def _advance(
 @jit
 def _gated_delta_update(
     qkv, a_ptr, b_ptr, decay_ptr, dt_bias_ptr, slots, num_pending, num_passes,
-    state, k_kept, delta_kept, g_kept, out_ptr, parents, a_stride, b_stride, width,
+    state, k_kept, delta_kept, g_kept, out_ptr, parents, first_rows, a_stride, b_stride, width,
     NUM_TOKENS: tl.constexpr, K_HEADS: tl.constexpr, V_HEADS: tl.constexpr,
     K_DIM: tl.constexpr, V_DIM: tl.constexpr, EPS: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
@@ -352,6 +360,7 @@ def _gated_delta_update(
 
     In a chain (`parents` None) the state goes from token to token. In a tree it stays where it was
     before the pass, and every token adds up what those on its path have written.
+    `first_rows` None: each request has NUM_TOKENS tokens; else at most so many.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -386,28 +395,42 @@ def _gated_delta_update(
     ROW: tl.constexpr = (2 * K_HEADS) * K_DIM + V_HEADS * V_DIM
     K_ROW: tl.constexpr = K_HEADS * K_DIM
     V_ROW: tl.constexpr = V_HEADS * V_DIM
-    qkv += request * NUM_TOKENS * ROW
+    if first_rows is None:
+        begin, count = request * NUM_TOKENS, NUM_TOKENS
+    else:
+        begin = tl.load(first_rows + request).to(tl.int64)
+        count = tl.load(first_rows + request + 1) - begin.to(tl.int32)
+    qkv += begin * ROW
     q_ptr = qkv + k_head * K_DIM + row
     v_ptr = qkv + 2 * K_ROW + head * V_DIM + column
-    out_ptr += (request * NUM_TOKENS * V_HEADS + head) * V_DIM + column
-    a_ptr += request * NUM_TOKENS * a_stride + head
-    b_ptr += request * NUM_TOKENS * b_stride + head
+    out_ptr += (begin * V_HEADS + head) * V_DIM + column
+    a_ptr += begin * a_stride + head
+    b_ptr += begin * b_stride + head
+    k_kept += (1 - turn) * K_ROW
+    g_kept += (1 - turn) * V_HEADS
     keeps_k = inside_k & first & (head % (V_HEADS // K_HEADS) == 0)
     if parents is None:
-        for i in tl.static_range(NUM_TOKENS):
-            g = _log_decay(tl.load(a_ptr + i * a_stride), decay, dt_bias)
-            s, k, delta, out = _advance_by_token(
-                s, q_ptr + i * ROW, v_ptr + i * ROW, g, tl.load(b_ptr + i * b_stride),
-                inside_k, inside_v, K_ROW, K_DIM, EPS,
-            )  # fmt: skip
-            tl.store(out_ptr + i * V_ROW, out.to(out_ptr.dtype.element_ty), mask=inside_v)
-            tl.store(delta_kept + i * V_ROW, delta, mask=inside_v)
-            at = 2 * i + 1 - turn
-            tl.store(k_kept + at * K_ROW, k, mask=keeps_k)
-            tl.store(g_kept + at * V_HEADS, g, mask=first)
+        if first_rows is None:
+            for i in tl.static_range(NUM_TOKENS):
+                g = _log_decay(tl.load(a_ptr + i * a_stride), decay, dt_bias)
+                s, k, delta, out = _advance_by_token(
+                    s, q_ptr + i * ROW, v_ptr + i * ROW, g, tl.load(b_ptr + i * b_stride),
+                    inside_k, inside_v, K_ROW, K_DIM, EPS,
+                )  # fmt: skip
+                _store_columns(out_ptr + i * V_ROW, out, delta_kept + i * V_ROW, delta, inside_v)
+                _store_key(k_kept + 2 * i * K_ROW, k, g_kept + 2 * i * V_HEADS, g, keeps_k, first)
+        else:
+            for i in range(count):
+                g = _log_decay(tl.load(a_ptr + i * a_stride), decay, dt_bias)
+                s, k, delta, out = _advance_by_token(
+                    s, q_ptr + i * ROW, v_ptr + i * ROW, g, tl.load(b_ptr + i * b_stride),
+                    inside_k, inside_v, K_ROW, K_DIM, EPS,
+                )  # fmt: skip
+                _store_columns(out_ptr + i * V_ROW, out, delta_kept + i * V_ROW, delta, inside_v)
+                _store_key(k_kept + 2 * i * K_ROW, k, g_kept + 2 * i * V_HEADS, g, keeps_k, first)
     else:
         parents += request * NUM_TOKENS
-        for i in range(NUM_TOKENS):
+        for i in range(count):
             q = _normalised(q_ptr + i * ROW, inside_k, EPS) * (K_DIM**-0.5)
             k = _normalised(q_ptr + i * ROW + K_ROW, inside_k, EPS)
             v = tl.load(v_ptr + i * ROW, mask=inside_v, other=0.0).to(tl.float32)
@@ -426,12 +449,23 @@ def _gated_delta_update(
             read += decayed * tl.sum(s * k[:, None], 0)
             delta = _sigmoid(tl.load(b_ptr + i * b_stride)) * (v - read)
             out += decayed * tl.sum(s * q[:, None], 0) + tl.sum(k * q, 0) * delta
-            tl.store(out_ptr + i * V_ROW, out.to(out_ptr.dtype.element_ty), mask=inside_v)
-            tl.store(delta_kept + i * V_ROW, delta, mask=inside_v)
-            at = 2 * i + 1 - turn
-            tl.store(k_kept + at * K_ROW, k, mask=keeps_k)
-            tl.store(g_kept + at * V_HEADS, g, mask=first)
+            _store_columns(out_ptr + i * V_ROW, out, delta_kept + i * V_ROW, delta, inside_v)
+            _store_key(k_kept + 2 * i * K_ROW, k, g_kept + 2 * i * V_HEADS, g, keeps_k, first)
             tl.debug_barrier()  # tokens that follow this one read its δ
+
+
+@jit
+def _store_columns(out_ptr, out, delta_ptr, delta, inside_v):
+    """A token's output, and its δ for the next pass."""
+    tl.store(out_ptr, out.to(out_ptr.dtype.element_ty), mask=inside_v)
+    tl.store(delta_ptr, delta, mask=inside_v)
+
+
+@jit
+def _store_key(k_ptr, k, g_ptr, g, keeps_k, first):
+    """What all columns share, by the CTA that keeps it."""
+    tl.store(k_ptr, k, mask=keeps_k)
+    tl.store(g_ptr, g, mask=first)
 
 
 @jit
