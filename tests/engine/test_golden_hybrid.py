@@ -25,6 +25,7 @@ from forerun.kernels.cpu import library
 from forerun_train.toys.hybrid import BLOCK, load_draft, load_target, matches
 from tests.engine_runs import run_together
 from tests.golden_engine import poison_on_release
+from tests.ragged import SETTINGS, divide_at_random
 from tests.support_cells import passed
 
 TOY = Path(__file__).resolve().parent.parent / "golden" / "hybrid-toy"
@@ -36,6 +37,7 @@ NEW = len(TEXTS[0])
 FIRST, INTERVAL = 40, 32  # tokens of a first turn, and between states that it keeps
 GREEDY: dict[str, Any] = {"temperature": 0.0}
 SEEDED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9}
+EXHAUSTIVE = pytest.mark.exhaustive
 Step = tuple[int, int]
 """Tokens of the output before a step, and its accept length."""
 
@@ -167,6 +169,24 @@ def test_trees(llm: LLM) -> None:
         hold_two_turns(trees, GREEDY, TEXTS, None)
         trees.engine.check()
         passed(trees, __file__)
+
+
+@pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
+@pytest.mark.parametrize("algorithm", ["DFLASH", pytest.param("DDTREE", marks=EXHAUSTIVE)])
+def test_ragged_passes(algorithm: str, overlap_depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    division = divide_at_random(monkeypatch)
+    hold_ragged(algorithm, page_size=16, overlap_depth=overlap_depth)
+    assert any(len(set(widths)) > 1 for widths in division.seen)
+
+
+def hold_ragged(algorithm: str, **settings: Any) -> None:
+    """Cold, with prefix hits, with preemptions, in a second turn."""
+    settings |= {**SETTINGS, "mamba_track_interval": INTERVAL}
+    with toy(algorithm, **settings) as llm:
+        for preempts in (False, False, True):
+            hold(llm, PROMPTS, GREEDY, TEXTS, None, preempts)
+        hold_two_turns(llm, GREEDY, TEXTS, None)
+        llm.engine.check()
 
 
 def hold_two_turns(

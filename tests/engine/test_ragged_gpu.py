@@ -11,7 +11,7 @@ from forerun.executor import resolve
 from forerun.executor.device_executor import DeviceExecutor
 from forerun.executor.graphs import cuda
 from forerun.executor.graphs.cuda import CudaGraphSteps
-from tests.engine import test_logits
+from tests.engine import test_golden_hybrid, test_logits
 from tests.engine.test_matrix import GREEDY, WIDTHS, generate, hold, params, prompts
 from tests.golden_engine import golden_llm
 from tests.ragged import SETTINGS, choose_at_random
@@ -42,6 +42,13 @@ def test_output_equals_plain_decoding(
     own = {"device": "cuda", "disable_cuda_graph": not graph, "max_running_requests": 6}
     own |= OWN.get(algorithm, {}) | SETTINGS
     hold(algorithm, page_size, 512, overlap_depth, tight, **own)
+
+
+@pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
+@pytest.mark.parametrize("algorithm", ["DFLASH", "DDTREE"])
+def test_recurrent_layers(algorithm: str, graph: bool) -> None:
+    own = {"device": "cuda", "disable_cuda_graph": not graph, "max_running_requests": 8}
+    test_golden_hybrid.hold_ragged(algorithm, page_size=16, max_mamba_cache_size=72, **own)
 
 
 @pytest.mark.parametrize("algorithm", ["DFLASH", "NGRAM", "DDTREE"])
