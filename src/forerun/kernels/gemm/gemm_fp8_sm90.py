@@ -113,7 +113,8 @@ def launch(config: Sm90Fp8GemmConfig, args: GemmArguments) -> None:
     n = weight_rows // (1 + args.silu_mul)
     tile_n = config.block_n // (1 + args.silu_mul)
     assert weight.is_contiguous() and weight.data_ptr() % 16 == 0
-    assert args.norm_weight is None or args.norm_weight.dtype == torch.bfloat16
+    read = args.bias, args.residual, args.norm_weight
+    assert all(each is None or each.dtype == torch.bfloat16 for each in read)
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:  # TMA needs 16-byte alignment
         x = x.clone(memory_format=torch.contiguous_format)
     assert m <= MAX_M and args.group in (0, BLOCK_K)
