@@ -75,17 +75,20 @@ def budgets(survival: Survivals, times: BatchTimes) -> list[Budget]:
     batch, num_drafts = survival.shape
     plain = Budget(times.tokens[0], 0, tuple(range(batch)), float(batch), times.verify[0], 1)
     verify, wanted = np.asarray(times.verify[1:]), np.asarray(times.tokens[1:]) - batch
-    best: list[Budget | None] = [None] * len(wanted)
-    for drafting, seconds, order in _candidates(survival, times) if len(wanted) else ():
-        gains = _gains(survival[order[:drafting]])
-        expected = batch + gains[np.minimum(wanted, drafting * num_drafts) - 1]
-        own = tuple(order.tolist())
-        for i, (tokens, time) in enumerate(zip(expected.tolist(), verify + seconds, strict=True)):
-            total, known = times.tokens[1 + i], best[i]
-            found = Budget(total, drafting, own, tokens, float(time), 1 + num_drafts)
-            if known is None or found.throughput > known.throughput:
-                best[i] = found
-    return [plain, *(each for each in best if each is not None)]
+    if not len(wanted):
+        return [plain]
+    options = _candidates(survival, times)
+    gains = [_gains(survival[order[:drafting]]) for drafting, _, order in options]
+    # [options, passes]
+    expected = np.stack([batch + each[np.minimum(wanted, len(each)) - 1] for each in gains])
+    seconds = verify + np.asarray([cost for _, cost, _ in options])[:, None]
+    best = np.argmax(expected / seconds, 0)
+    out = [plain]
+    for i, (at, total) in enumerate(zip(best.tolist(), times.tokens[1:], strict=True)):
+        drafting, _, order = options[at]
+        found = float(expected[at, i]), float(seconds[at, i])
+        out.append(Budget(total, drafting, tuple(order.tolist()), *found, 1 + num_drafts))
+    return out
 
 
 def _gains(survival: Survivals) -> Survivals:
