@@ -112,7 +112,7 @@ class Divided:
         self.estimator = Estimator.new(batch, full - 1, torch.device("cpu"))
         self._slots = torch.arange(batch)
         self._limits = torch.full((batch + 1,), full - 1, dtype=torch.int32)
-        self._step, self._drafted = 0, False
+        self._step = 0
 
     def widths(self, choice: WidthChoice, batch: int) -> list[int]:
         widths = torch.ones(batch, dtype=torch.int32)
@@ -127,11 +127,10 @@ class Divided:
         tensors = (torch.tensor(x, dtype=torch.int32) for x in (widths, committed))
         self.estimator.update_ref(StepOutcome(self._slots, *tensors))
 
-    def due_survivals(self, drafted: bool) -> list[list[float]] | None:
-        """Of every slot, and of a request that is new; when `DeviceExecutor` tells them."""
+    def due_survivals(self) -> list[list[float]] | None:
+        """Of every slot, and of a request that is new."""
         self._step += 1
-        first, self._drafted = drafted and not self._drafted, drafted
-        if self._step % SURVIVAL_STEPS and not first:
+        if self._step % SURVIVAL_STEPS:
             return None
         rows = self.estimator.survival_ref(self._slots, self._limits).tolist()
         return [*rows, self.estimator.prior.cumprod(0).tolist()]
@@ -212,7 +211,7 @@ def speed(
         survivals = None
         if divided is not None:
             divided.learn(widths, new)
-            survivals = divided.due_survivals(choice.width > 1)
+            survivals = divided.due_survivals()
         late.append(
             partial(_report, policy, slots.requests, (choice, widths, new), took, survivals)
         )

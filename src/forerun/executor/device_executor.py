@@ -93,7 +93,6 @@ class DeviceExecutor:
         self._slots: dict[int, _Slot] = {}
         self._clock: StepClock | None = None  # of the last step
         self._decode_steps = 0
-        self._drafted = False  # in the last of them
         self._unread: list[PendingDeviceStep] = []  # steps with grammars, in launch order
         self._keeps_tokens = step.caps.needs_host_tokens
         self._info: ExecutorInfo | None = None
@@ -399,15 +398,12 @@ class DeviceExecutor:
     def _due_survivals(self, slots: Sequence[int], drafted: bool) -> tuple[Tensor, Tensor] | None:
         """[B, K] float32, those of a step's requests, and the rates [K] of a new one.
 
-        Not in every step, as copies take time, but in the first of several with drafts: if it was
-        to find out whether drafts pay, the next choice depends on it.
-        On a CPU they are there, so that a step with drafts tells at once what it has shown, unless
-        the batch is so large that looking for the best step takes long.
+        Not in every step, as copies take time. On a CPU they are there, so that a step with drafts
+        tells at once what it has shown, unless the batch is so large that looking for the best step
+        takes long.
         """
         estimator, tables = self.step.estimator, self.tables
-        first, self._drafted = drafted and not self._drafted, drafted
-        small = tables.device.type == "cpu" and len(slots) < DRAFTING_BATCH
-        told = first or (drafted and small)
+        told = drafted and tables.device.type == "cpu" and len(slots) < DRAFTING_BATCH
         if estimator is None or (self._decode_steps % SURVIVAL_STEPS and not told):
             return None
         survival = estimator.survival(tables.upload(slots, torch.int64), tables.max_drafts)

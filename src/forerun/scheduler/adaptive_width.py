@@ -183,7 +183,6 @@ class ThroughputPolicy(WidthPolicy):
         self._exploration_scale = 1.0  # doubled when drafts pay off, halved when exploring did not
         self._exploration_steps = 0
         self._exploring = False  # the last step with drafts was for exploration
-        self._just_explored = False  # the last step was, so its outcome may be in flight
         self._paid_off = False  # it was faster than plain steps
         self._steps_since_plain = 0
         self._revisit_budget = float("inf")  # seconds; the first is free
@@ -222,7 +221,7 @@ class ThroughputPolicy(WidthPolicy):
 
         Plain steps say nothing about acceptance, and texts change. So a fixed share of their time
         is spent on narrow steps with drafts (`EXPLORED_WIDTH`, or as the requests' limits allow);
-        one that paid off is repeated at once, another one waits for its outcome.
+        one that paid off is repeated at once.
         A request that is alone may be unlike those before it: its share is granted as it begins.
         """
         granted = self._exploration_scale * EXPLORATION_SHARE
@@ -231,10 +230,8 @@ class ThroughputPolicy(WidthPolicy):
         self._exploration_budget += granted * plain.seconds
         loss = 1 - explored.throughput / plain.throughput  # expected, of the time of the step
         cost = explored.seconds * max(loss, MIN_EXPLORATION_COST)
-        waits, self._just_explored = self._just_explored, False
-        if not self._paid_off and (waits or self._exploration_budget < cost):
+        if not self._paid_off and self._exploration_budget < cost:
             return False
-        self._just_explored = True
         self._exploration_budget = max(self._exploration_budget - cost, 0.0)
         self._exploration_steps += 1
         self._paid_off, self._exploring = False, True
