@@ -21,6 +21,7 @@ from forerun.executor.graphs.steps import DecodeBatch
 from forerun.executor.step import device_step as device_step_module
 from forerun.executor.step.device_step import DeviceStep
 from forerun.executor.step.inputs import DecodeInput
+from forerun.executor.step.reliability import confidence_counts
 from forerun.kernels.cpu import library
 from forerun.sampling.sampler import SAMPLED, SamplingFlags
 from forerun.scheduler.adaptive_width import FixedWidth
@@ -337,3 +338,23 @@ def test_when_survivals_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
         assert device_executor._with_new(*(each.tolist() for each in due)) == rows
         assert len(rows) == 3 and rows[0] == [0.0] * len(rows[0])  # a slot without a request
         assert all(0 < b < a <= 1 for a, b in pairwise(rows[2]))
+
+
+def test_counts_of_estimated_rates_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they are after the step: tested drafts, accepted ones, the sum of rates of the bin."""
+    monkeypatch.setattr(device_executor, "CONFIDENCE_STEPS", 1)
+    with golden_llm("DFLASH", **SETTINGS) as llm:
+        generate(llm, prompts(16, False), [params(GREEDY, i) for i in range(5)], False)
+        executor = llm.engine.executor
+        assert isinstance(executor, DeviceExecutor)
+        copies, estimator = executor._due_confidences(), executor.step.estimator
+        assert copies is not None and estimator is not None
+        told = confidence_counts(*copies)
+        estimator.counts.zero_()
+        executor.step.reliability.counts.fill_(1)
+        assert confidence_counts(*copies) == told == llm.engine.metrics().confidences
+    bins = len(told.estimated)
+    assert sum(drafts for drafts, *_ in told.estimated) > 50
+    for i, (drafts, accepted, total) in enumerate(told.estimated):
+        assert 0 <= accepted <= drafts
+        assert i / bins - 1e-5 <= total / max(drafts, 1) <= (i + 1) / bins + 1e-5 or not drafts

@@ -15,7 +15,13 @@ from forerun.core.errors import ConfigError
 from forerun.kernels.moe import align as align_module
 from forerun.kernels.moe import experts as experts_module
 from forerun.kernels.moe.align import align, of_experts, select_tiles
-from forerun.kernels.moe.config import SM90_DECODE, choose_moe, max_tiles, router_slice
+from forerun.kernels.moe.config import (
+    SM90_DECODE,
+    choose_moe,
+    choose_router_tile,
+    max_tiles,
+    router_slice,
+)
 from forerun.kernels.moe.experts import (
     GELU_TANH,
     ClampedSwiglu,
@@ -26,7 +32,7 @@ from forerun.kernels.moe.experts import (
 )
 from forerun.kernels.moe.experts_mxfp4 import Mxfp4Matrices, Mxfp4Weight, expert_partials_mxfp4
 from forerun.kernels.moe.gated_output import GatedOutput, gate_output, gate_output_ref
-from forerun.kernels.moe.router import new_counts, route, top_k
+from forerun.kernels.moe.router import new_counts, route, router_partials, top_k
 from forerun.kernels.moe.routing import (
     ExpertTiles,
     Routed,
@@ -115,6 +121,18 @@ def test_routing(name: str, tokens: int, device: torch.device) -> None:
         assert got.experts.shape == got.weights.shape == (tokens, routing.top_k + shared)
         check_tiles(got, got.tiles, routing.num_experts + shared)
         assert not counts.any()
+
+
+@pytest.mark.parametrize("tokens", [1024, 1025])  # the last of small tiles, the first of large ones
+def test_logits_of_many_tokens(tokens: int, device: torch.device) -> None:
+    """In float16: the interpreter multiplies no bfloat16."""
+    experts, hidden = 128, 136
+    x, weight = (random(n, hidden, seed=n).half().to(device) for n in (tokens, experts))
+    tile = choose_router_tile(tokens, experts, gpu_of(device))
+    assert (tile.block_m > 64) == (tokens > 1024)
+    partials = router_partials(x, weight)
+    assert partials.shape == (2, tokens, experts)
+    torch.testing.assert_close(partials.sum(0), x.float() @ weight.float().T, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("tokens", [5, 40])  # one CTA, and several

@@ -41,6 +41,7 @@ def parents_of(tree: bool, device: torch.device) -> Tensor | None:
 def test_convolution(dtype: torch.dtype, tree: bool, device: torch.device) -> None:
     rows, parents = rows_of(device), parents_of(tree, device)
     ragged, uniform = (conv_state(4, 130, SLOTS, device, dtype) for _ in range(2))
+    before = ragged.inputs.clone()
     weight = normal(130, 4, seed=3, device=device, dtype=dtype)
     x = normal(rows.count, 134, seed=4, device=device, dtype=dtype)[:, 4:]
     got = causal_conv_update(x, weight, ragged, parents, rows)
@@ -49,6 +50,8 @@ def test_convolution(dtype: torch.dtype, tree: bool, device: torch.device) -> No
     assert torch.equal(ragged.state, uniform.state)
     for slot, width in zip(SLOTS, WIDTHS, strict=True):
         assert torch.equal(ragged.inputs[slot, :width], uniform.inputs[slot, :width])
+        untouched = ragged.inputs[slot, width:], before[slot, width:]
+        torch.testing.assert_close(*untouched, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
@@ -77,7 +80,7 @@ def check_delta(
     tolerance = {"rtol": 0.0, "atol": 0.0} if exact else {}
     rows, parents = rows_of(device), parents_of(tree, device)
     ragged = state(heads, device, SLOTS, [0, 3, 5])
-    uniform = copied(ragged)
+    uniform, before = copied(ragged), copied(ragged)
     qkv = normal(rows.count, heads.conv, seed=8, device=device, dtype=dtype)
     of = gates(rows.count, heads, device, dtype)
     got = gated_delta_update(qkv, of, ragged, parents, fixed_order, rows)
@@ -92,3 +95,5 @@ def check_delta(
                 getattr(each, name)[(slot, slice(width), *at)] for each in (ragged, uniform)
             )
             torch.testing.assert_close(mine, theirs, msg=name, **tolerance)
+            mine, theirs = (getattr(each, name)[slot, width:] for each in (ragged, before))
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True, msg=name)

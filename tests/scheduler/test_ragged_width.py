@@ -133,6 +133,17 @@ def test_a_uniform_pass_has_the_same_width_for_all() -> None:
     assert ragged._budgets[4].expected > uniform._budgets[4].expected + 0.5
 
 
+def test_a_uniform_pass_drafts_for_its_own_width() -> None:
+    """Of the measured step drafts for all 8 tokens are taken off, and its own added."""
+    policy = RaggedWidth(WIDTHS, COSTS, CUT, is_uniform=lambda batch: True)
+    requests = [request() for _ in range(4)]
+    policy.record_survivals(requests, [EASY] * 5)
+    policy.choose(requests)
+    for width in (2, 4, 8):
+        measured = COSTS[4][WIDTHS.index(width)] - CUT[policy._most(4, width)][4]
+        assert policy._budgets[width].seconds == pytest.approx(measured + CUT[width][4])
+
+
 def test_drafts_are_explored_while_none_pays() -> None:
     policy = RaggedWidth(WIDTHS, COSTS, DRAFTING)
     requests = [request() for _ in range(16)]

@@ -385,7 +385,8 @@ class DeviceExecutor:
     def _due_confidences(self) -> tuple[Tensor, Tensor | None] | None:
         """Copies of the counts of confidences and of estimated rates; not in every step.
 
-        Nor in one that tells survivals: while the host is busy with either, a short step ends.
+        Between two steps of those that tell survivals: while the host is busy with either, a short
+        step ends.
         """
         self._decode_steps += 1
         table, estimator = self.step.reliability, self.step.estimator

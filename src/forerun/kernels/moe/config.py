@@ -296,7 +296,8 @@ def router_slice(hidden_size: int) -> int:
 def choose_router_tile(
     num_tokens: int, num_experts: int, gpu: GpuInfo, itemsize: int = 2, fixed_order: bool = False
 ) -> RouterTile:
-    """The tile of the logits. Many tokens take large ones, where these fit into shared memory.
+    """The tile of the logits. Many tokens take large ones, where these fit into shared memory and
+    tensor cores multiply them (float32 is exact).
 
     `fixed_order`: as of `choose_moe`; any number of tokens has the same tile.
     """
@@ -304,7 +305,7 @@ def choose_router_tile(
         return RouterTile(16, 32, 128)
     large = RouterTile(128, 128, 64, num_warps=8)
     stage_bytes = (large.block_m + large.block_n) * large.block_k * itemsize
-    fits = large.num_stages * stage_bytes <= gpu.smem_bytes and not gpu.amd
+    fits = large.num_stages * stage_bytes <= gpu.smem_bytes and itemsize == 2 and not gpu.amd
     if num_tokens > 1024 and num_experts % large.block_n == 0 and fits:
         return large
     return RouterTile(64, 32, 128)
