@@ -510,6 +510,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "markov_rank is 8 at the top and 24 in dflash_config",
     ),
     ({**zlab(**MARKOV), "markov_head_type": "rnn"}, "markov_head_type is 'rnn' at the top and"),
+    (
+        {**zlab(**MARKOV), "rope_parameters": {"rope_theta": 1e5}, "rope_theta": 5.0},
+        "rope_theta is 100000.0 in rope_parameters and 5.0 beside it",
+    ),
+    (
+        {**zlab(), "rope_parameters": {"rope_theta": 1e4}, "rope_scaling": {"type": "linear"}},
+        "rope_type is 'default' in rope_parameters and 'linear' beside it",
+    ),
     ({**zlab(**SELECTOR), "selector_top_k": 9}, "selector_top_k is 9 at the top and 8 in"),
     (
         {**XPRESS, "num_jacobi_passes": 4, "xpress_num_passes": 5},

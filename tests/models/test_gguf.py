@@ -336,10 +336,57 @@ def test_tensors_have_places_of_their_own(tmp_path: Path) -> None:
     begin = min(tensor.offset for tensor in tensors.values())
     entry = good.index(name.encode()) + len(name) + 4 + 2 * 8 + 4  # dimensions, sizes, kind
     assert struct.unpack_from("<Q", good, entry)[0] == tensors[name].offset - begin
-    for offset, message in ((1, "begins at 1, between units of 32"), (0, "and .* overlap")):
+    for offset in (1, 0, tensors[name].offset - begin + 32):
         path.write_bytes(good[:entry] + struct.pack("<Q", offset) + good[entry + 8 :])
-        with pytest.raises(ConfigError, match=message):
+        with pytest.raises(ConfigError, match=f"begins at {offset} and what is before it ends"):
             read_gguf(path)
+
+
+def test_a_damaged_kind_or_alignment_is_found(tmp_path: Path) -> None:
+    """Of a norm, whose bytes would otherwise be read as others' or as NaN."""
+    path = tmp_path / "m.gguf"
+    write_gguf(path, family("llama", **SIZES), "Q8_0")
+    good, name = path.read_bytes(), b"blk.0.attn_norm.weight"
+    kind = good.index(name) + len(name) + 4 + 8  # dimensions, a size
+    assert struct.unpack_from("<I", good, kind)[0] == 0  # F32
+    path.write_bytes(good[:kind] + struct.pack("<I", 8) + good[kind + 4 :])
+    with pytest.raises(ConfigError, match="and what is before it ends at"):
+        read_gguf(path)
+    whole = tmp_path / "whole.gguf"
+    whole.write_bytes(good)
+    for alignment in (3, 48):
+        join(path, whole, {"general.alignment": alignment})
+        with pytest.raises(ConfigError, match=f"alignment is {alignment}, expected a power of two"):
+            read_gguf(path)
+
+
+def test_names_of_tensors_are_shown_on_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    write_gguf(path, family("llama", **SIZES), "Q8_0")
+    good, name = path.read_bytes(), b"blk.0.attn_norm.weight"
+    at = good.index(name)
+    evil = b"evil\nforerun: fine\x1b[2Jx"[: len(name)].ljust(len(name), b"x")
+    unknown = good[: at + len(name) + 12] + struct.pack("<I", 99) + good[at + len(name) + 16 :]
+    path.write_bytes(unknown[:at] + evil + unknown[at + len(name) :])
+    with pytest.raises(ConfigError, match="of kind 99") as caught:
+        read_gguf(path)
+    assert str(caught.value).isprintable()
+    path.write_bytes(good[: at - 8] + struct.pack("<Q", 4096) + good[at:])
+    with pytest.raises(ConfigError, match=r"name has \d+ characters") as caught:
+        read_gguf(path)
+    assert len(str(caught.value)) < 300
+
+
+def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
+    path, whole = tmp_path / "m.gguf", tmp_path / "whole.gguf"
+    write_gguf(whole, family("llama", **SIZES), "Q8_0")
+    for metadata, message in (
+        ({"general.type": "adapter"}, "holds 'adapter' .general.type., expected a model"),
+        ({"llama.vocab_size": 7}, r"vocab_size is 7, and token_embd.weight has \d+ rows"),
+    ):
+        join(path, whole, metadata)
+        with pytest.raises(ConfigError, match=message):
+            gguf_folder(path)
 
 
 def test_metadata_out_of_range_are_refused_by_the_files_name(tmp_path: Path) -> None:
@@ -402,7 +449,9 @@ def test_tensors_that_do_not_fit_are_refused_by_the_files_name(tmp_path: Path) -
 def test_a_file_without_a_tokenizer_is_named(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     write_gguf(path, family("llama", **SIZES), "Q8_0")
-    with pytest.raises(ConfigError, match=r"m.gguf has no tokenizer that can be used. Say so\.$"):
+    with pytest.raises(
+        ConfigError, match=r"m.gguf has no tokenizer that can be used\. .+ Say so\.$"
+    ):
         load_tokenizer(gguf_folder(path), "Say so.")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Sequence
 from itertools import islice
@@ -19,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from forerun.core.errors import ConfigError
 from forerun.llm.bundled import bundled
 from forerun.models.tokenizer import load_tokenizer
+from forerun_train.data import records
 from forerun_train.data.packing import PackedBatch, PackedStream
 from forerun_train.data.records import DataError, open_records, parse_prompt, parse_record
 from forerun_train.data.rendering import Document, Renderer
@@ -124,6 +126,29 @@ def test_a_bad_line_is_named_in_one_line(tmp_path: Path, line: str, message: str
     assert len(train) + len(validation) == 3
     assert train.skipped.count == 1
     assert "data.jsonl:2" in str(train.skipped)
+
+
+def test_bytes_that_are_no_utf_8_are_named_by_their_line(tmp_path: Path) -> None:
+    """Raw halves of characters among them, which Python's JSON would let through."""
+    path = tmp_path / "data.jsonl"
+    for text in (b"\xed\xa0\x80", b"\xff"):
+        path.write_bytes(b'{"text": "a"}\n{"text": "c ' + text + b'"}\n{"text": "e"}\n')
+        with pytest.raises(DataError, match=r"data\.jsonl:2: not JSON: 'utf-8' codec can't decode"):
+            open_records(path, 0.5, 0)
+    path.write_bytes(b'\xef\xbb\xbf{"text": "a"}\n{"text": "b"}\n')  # a byte order mark
+    assert sum(map(len, open_records(path, 0.5, 0))) == 2
+
+
+def test_what_would_not_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    for path in (tmp_path / "pipe.jsonl", tmp_path, Path("/dev/zero")):
+        with pytest.raises(ConfigError, match="is not a regular file"):
+            open_records(path, 0.5, 0)
+    monkeypatch.setattr(records, "MAX_LINE", 1 << 20)
+    long = tmp_path / "long.txt"
+    long.write_text('{"text": "a"}\n' + json.dumps({"text": "b" * (1 << 20)}) + "\n")
+    with pytest.raises(DataError, match=r"long\.txt:2: a line of more than 1 MiB"):
+        open_records(long, 0.5, 0)
 
 
 def test_all_bad_lines_are_counted(tmp_path: Path) -> None:

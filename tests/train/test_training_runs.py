@@ -229,6 +229,8 @@ def test_what_a_run_refuses(tmp_path: Path) -> None:
         run(options(tmp_path, max_steps=2), word_problems)
     with pytest.raises(ConfigError, match=r"learning_rate was 0.0006 and is 0.1"):
         run(options(tmp_path, max_steps=2, learning_rate=0.1, resume=True), word_problems)
+    with pytest.raises(ConfigError, match="layout was 'z-lab' and is 'speculators'"):
+        run(options(tmp_path, max_steps=2, layout="speculators", resume=True), word_problems)
     with pytest.raises(ConfigError, match=r"target_layer_ids .* must lie between 0 and 11"):
         run(options(tmp_path / "b", target_layer_ids=(3, 12)), word_problems)
     for given, message in (

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from forerun.core.checks import half_character
 from forerun.core.errors import ConfigError, first_line, shown
 
 MAX_BYTES = 256 << 20  # of a JSON file; the largest are tokenizers and indexes of some 30 MB
@@ -37,7 +38,11 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > MAX_BYTES:
             raise ConfigError(f"{path} is over {MAX_BYTES >> 20} MiB. Download it again.")
-        data = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique)
+        text = path.read_text(encoding="utf-8")
+        data = json.loads(text, object_pairs_hook=_unique)
+        half = half_character(data) if "\\u" in text else None
+        if half is not None:
+            raise ValueError(f"{half} is half a character")
     except RecursionError:
         raise ConfigError(f"{path} is nested too deeply. Download it again.") from None
     except ConfigError:

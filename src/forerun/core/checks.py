@@ -7,6 +7,7 @@ is neither an integer nor a number.
 
 from __future__ import annotations
 
+import json
 import math
 from numbers import Integral, Real
 from typing import Any
@@ -45,6 +46,15 @@ def text(name: str, value: Any, error: Error) -> str:
     if not isinstance(value, str):
         raise error(f"{name} must be a string, got {shown(value)}.")
     return value
+
+
+def half_character(value: Any) -> str | None:
+    """The half of a pair of surrogates, as an escape, that a JSON value has; None: it has none."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        return f"\\u{ord(error.object[error.start]):04x}"
+    return None
 
 
 def of_type(kind: type, name: str, value: Any, error: Error) -> Any:

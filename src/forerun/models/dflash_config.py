@@ -163,6 +163,7 @@ def parse_dflash_config(raw: Mapping[str, Any], where: str = "config") -> DFlash
     if outer.speculators_model_type is not None:
         body = {"architectures": list(ARCHITECTURES[:1]), **(outer.transformer_layer_config or {})}
         body_where = f"{where}, transformer_layer_config"
+    _check_ropes(body, body_where)
     model = parse_model_config(body, where=body_where)
     read = checked(DFlashKeys, keys, where)
     if read.block_size is None:
@@ -215,6 +216,25 @@ def _merged(outer: Mapping[str, Any], inner: Mapping[str, Any], where: str) -> d
                 " dflash_config. Remove the wrong one."
             )
     return {key: outer[key] for key in outer if key not in FOLDERS} | dict(inner)
+
+
+def _check_ropes(body: Mapping[str, Any], where: str) -> None:
+    """Refuses values beside `rope_parameters` (transformers 5) that differ from it: readers differ
+    in which of them they take.
+    """
+    newer = body.get("rope_parameters")
+    if not isinstance(newer, Mapping) or any(isinstance(each, Mapping) for each in newer.values()):
+        return
+    newer = {"rope_type": newer.get("type", "default"), **newer}
+    older = body.get("rope_scaling")
+    older = _given(older) if isinstance(older, Mapping) else {}
+    older = {"rope_type" if key == "type" else key: value for key, value in older.items()}
+    for key, value in _given({"rope_theta": body.get("rope_theta"), **older}).items():
+        if newer.get(key, value) != value:
+            raise ConfigError(
+                f"{where}: {key} is {shown(newer[key])} in rope_parameters and {shown(value)}"
+                " beside it. Remove the wrong one."
+            )
 
 
 def _check_body(outer: OuterKeys, where: str) -> None:

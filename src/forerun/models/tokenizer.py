@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from forerun.core.errors import ConfigError, first_line
-from forerun.models.gguf import GGUF, as_given
+from forerun.models.gguf import GGUF, NO_TOKENIZER, as_given
 
 log = logging.getLogger("forerun")
 
@@ -58,7 +58,11 @@ def load_tokenizer(folder: Path, advice: str = "Download it again.") -> Any:
     """
     weights = folder / GGUF
     if weights.exists() and not (folder / FILE).exists():
-        raise ConfigError(f"{as_given(weights)} has no tokenizer that can be used. {advice}")
+        why = folder / NO_TOKENIZER
+        reason = f" {why.read_text(encoding='utf-8')}" if why.exists() else ""
+        raise ConfigError(
+            f"{as_given(weights)} has no tokenizer that can be used.{reason} {advice}"
+        )
     from transformers import PreTrainedTokenizerFast
 
     logging.getLogger("transformers.configuration_utils").addFilter(_is_not_of_vocabulary)

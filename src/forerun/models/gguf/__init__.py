@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 GGUF = "model.gguf"  # the weights, in that folder: a link to the file
+NO_TOKENIZER = "no-tokenizer.txt"  # why the file has none that can be used
 
 
 def as_given(file: Path) -> Path:

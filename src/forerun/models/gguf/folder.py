@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import tempfile
 from hashlib import sha256
@@ -13,13 +12,11 @@ from typing import Any
 from forerun.config.model_config import parse_model_config
 from forerun.core.errors import ConfigError, first_line
 from forerun.core.version import __version__
-from forerun.models.gguf import GGUF
+from forerun.models.gguf import GGUF, NO_TOKENIZER
 from forerun.models.gguf.config import config_of
 from forerun.models.gguf.reader import MAGIC, GgufFile, read_gguf
 from forerun.models.gguf.tokenizer import tokenizer_of
 from forerun.platform.cache import cache_folder
-
-log = logging.getLogger("forerun")
 
 SUFFIX, TOKENIZER = ".gguf", "tokenizer.json"
 
@@ -54,7 +51,7 @@ def gguf_folder(file: Path) -> Path:
         folder = parent / sha256(mark.encode()).hexdigest()[:24]
         if (folder / TOKENIZER).exists():
             return folder
-        config, tokenizer = config_of(gguf), _tokenizer(gguf)
+        config, (tokenizer, reason) = config_of(gguf), _tokenizer(gguf)
         parse_model_config(config, where=f"{file} (metadata)")  # refuses what is out of range
         if folder.is_dir():
             return folder
@@ -64,6 +61,8 @@ def gguf_folder(file: Path) -> Path:
         if tokenizer is not None:
             tokenizer[0].save(str(made / TOKENIZER))
             (made / "tokenizer_config.json").write_text(json.dumps(tokenizer[1], indent=2))
+        else:
+            (made / NO_TOKENIZER).write_text(reason, encoding="utf-8")
         (made / GGUF).symlink_to(file)
         _publish(made, folder)
     except OSError as error:
@@ -74,13 +73,12 @@ def gguf_folder(file: Path) -> Path:
     return folder
 
 
-def _tokenizer(gguf: GgufFile) -> tuple[Any, dict[str, Any]] | None:
-    """What `tokenizer_of` gives; None, with a warning, if the file has none that can be used."""
+def _tokenizer(gguf: GgufFile) -> tuple[tuple[Any, dict[str, Any]] | None, str]:
+    """What `tokenizer_of` gives; None, and why, if the file has none that can be used."""
     try:
-        return tokenizer_of(gguf)
+        return tokenizer_of(gguf), ""
     except ConfigError as error:
-        log.warning("%s", error)
-        return None
+        return None, str(error)
 
 
 def _publish(made: Path, folder: Path) -> None:

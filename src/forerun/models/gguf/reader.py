@@ -13,7 +13,6 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +21,12 @@ import torch
 from torch import Tensor
 
 from forerun.config.json_files import check_regular
-from forerun.core.errors import ConfigError, first_line
+from forerun.core.errors import ConfigError, first_line, shown
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 MAX_ENTRIES = 1 << 16  # keys of the metadata, and tensors
 MAX_DIMS = 4
+MAX_NAME = 1024  # bytes of a tensor's name; llama.cpp: 64
 KINDS = (
     "F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K",
     "Q6_K",
@@ -174,16 +174,19 @@ class _Cursor:
 
     def tensor(self) -> GgufTensor:
         """A tensor whose offset still counts from the begin of the data."""
-        name, dims = self.string(), self.scalar("I")
+        name = self.string()
+        if len(name) > MAX_NAME:
+            raise _broken(self.path, f"a tensor's name has {len(name)} characters")
+        dims = self.scalar("I")
         if dims > MAX_DIMS:
-            raise _broken(self.path, f"{name} has {dims} dimensions")
+            raise _broken(self.path, f"{shown(name)} has {dims} dimensions")
         sizes = [self.scalar("Q") for _ in range(dims)]
         number, offset = self.scalar("I"), self.scalar("Q")
         kind = _kind(number)
         if kind is None:
             raise ConfigError(
-                f"{self.path}: {name} is of kind {_name(number)}, which is not supported. Known:"
-                f" {', '.join(KINDS)}; choose another file of the model."
+                f"{self.path}: {shown(name)} is of kind {_name(number)}, which is not supported."
+                f" Known: {', '.join(KINDS)}; choose another file of the model."
             )
         return GgufTensor(name, kind, tuple(reversed(sizes)), offset, 0)
 
@@ -193,33 +196,36 @@ def _placed(
 ) -> dict[str, GgufTensor]:
     """The tensors with their places in the file, which must hold all of them.
 
-    `end`: of the header, after which the data begins, aligned.
+    As in llama.cpp each begins where the one before ends, aligned: a kind or size that is damaged
+    does not go unnoticed.
+
+    Args:
+        end: of the header, after which the data begins, aligned.
     """
     alignment = metadata.get("general.alignment", 32)
-    if type(alignment) is not int or not 0 < alignment <= 1 << 20:
-        raise _broken(path, f"general.alignment is {alignment!r}")
-    data = -(-end // alignment) * alignment
-    out = {}
+    if type(alignment) is not int or not 0 < alignment <= 1 << 20 or alignment.bit_count() > 1:
+        raise _broken(path, f"general.alignment is {shown(alignment)}, expected a power of two")
+    data, next_offset = -(-end // alignment) * alignment, 0
+    out: dict[str, GgufTensor] = {}
     for tensor in tensors:
         rows = 1
         for each in tensor.shape[:-1]:
             rows *= each
         length = rows * _row_bytes(tensor.kind, tensor.shape)
         if rows < 1 or length < 1 or data + tensor.offset + length > size:
-            raise _broken(path, f"{tensor.name} {list(tensor.shape)} does not lie in it")
-        if tensor.offset % alignment:
+            raise _broken(path, f"{shown(tensor.name)} {list(tensor.shape)} does not lie in it")
+        if tensor.offset != next_offset:
             raise _broken(
-                path, f"{tensor.name} begins at {tensor.offset}, between units of {alignment}"
+                path,
+                f"{shown(tensor.name)} begins at {tensor.offset} and what is before it ends at"
+                f" {next_offset}",
             )
+        next_offset += -(-length // alignment) * alignment
         if tensor.name in out:
-            raise _broken(path, f"{tensor.name} is there twice")
+            raise _broken(path, f"{shown(tensor.name)} is there twice")
         out[tensor.name] = GgufTensor(
             tensor.name, tensor.kind, tensor.shape, data + tensor.offset, length
         )
-    in_order = sorted(out.values(), key=lambda tensor: tensor.offset)
-    for before, after in pairwise(in_order):
-        if after.offset < before.offset + before.bytes:
-            raise _broken(path, f"{before.name} and {after.name} overlap")
     return out
 
 

@@ -12,12 +12,14 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from forerun.core.checks import half_character
 from forerun.core.errors import ConfigError, first_line, shown
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -27,6 +29,7 @@ SHAREGPT_ROLES: Mapping[str, str] = {
     "tool": "tool",
 }  # fmt: skip
 FORMS = "'messages', 'conversations', 'prompt' and 'response', or 'text'"
+MAX_LINE = 8 << 20  # bytes; some two million tokens
 PROMPT_FORMS = "'messages', 'conversations' or 'prompt'"
 
 Message = dict[str, Any]  # role, content, and what else a chat template reads
@@ -106,14 +109,12 @@ def _fields(line: bytes, where: str) -> dict[str, Any]:
     if not line.strip():
         raise DataError(f"{where}: an empty line.")
     try:
-        value = json.loads(line)
-        if b"\\u" in line:  # an escape can be half of a pair of surrogates
-            json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        half = f"\\u{ord(error.object[error.start]):04x}"
-        raise DataError(f"{where}: {half} is half a character, which no text can have.") from None
+        value = json.loads(line.decode("utf-8-sig"))
+        half = half_character(value) if b"\\u" in line else None
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: not JSON: {first_line(error)}.") from None
+    if half is not None:
+        raise DataError(f"{where}: {half} is half a character, which no text can have.")
     if not isinstance(value, dict):
         raise DataError(f"{where}: a line must be an object, got {shown(value)}.")
     return value
@@ -318,14 +319,15 @@ def data_files(path: str | Path) -> tuple[Path, ...]:
         ConfigError: there is none.
     """
     path = Path(path).expanduser()
-    if path.is_dir():
-        files = tuple(sorted(path.glob("*.jsonl")))
-        if not files:
-            raise ConfigError(f"{path} has no file that ends in .jsonl.")
-        return files
-    if not path.exists():
-        raise ConfigError(f"{path}: there is no such file.")
-    return (path,)
+    files = tuple(sorted(path.glob("*.jsonl"))) if path.is_dir() else (path,)
+    if not files:
+        raise ConfigError(f"{path} has no file that ends in .jsonl.")
+    for each in files:
+        if not each.exists():
+            raise ConfigError(f"{each}: there is no such file.")
+        if not each.is_file():  # a pipe or a device may never end
+            raise ConfigError(f"{each} is not a regular file.")
+    return files
 
 
 def raw_lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
@@ -338,7 +340,9 @@ def raw_lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
     blank: list[tuple[int, int, bytes]] = []
     try:
         with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
+            for number, line in enumerate(iter(partial(file.readline, MAX_LINE + 1), b""), 1):
+                if len(line) > MAX_LINE:
+                    raise DataError(f"{path}:{number}: a line of more than {MAX_LINE >> 20} MiB.")
                 if line.strip():
                     yield from blank
                     blank = []

@@ -94,11 +94,12 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def check_same_settings(stored: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """
+    """Compares settings; what an older version did not have is not compared.
+
     Raises:
         ConfigError: the run that is resumed had other settings.
     """
-    differing = [name for name in now if stored.get(name) != now[name]]
+    differing = [name for name in now if stored.get(name, now[name]) != now[name]]
     if differing:
         changes = ", ".join(
             f"{name} was {shown(stored.get(name))} and is {shown(now[name])}" for name in differing

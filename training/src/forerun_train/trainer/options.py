@@ -175,7 +175,7 @@ RANGES: Mapping[str, tuple[float, float]] = {  # the least and the most
 
 # A resumed run may differ in these: they change where it runs and what it shows, not its course.
 FREE = (
-    "output", "resume", "layout", "log_every", "validate_every", "save_every", "logs", "view",
+    "output", "resume", "log_every", "validate_every", "save_every", "logs", "view",
     "micro_batch", "activation_checkpointing", "compile", "max_errors",
 )  # fmt: skip
 
