@@ -43,6 +43,27 @@ def test_a_block_draft(forerun) -> None:
     assert "draft       convolutions: True" in shown
 
 
+def test_whether_a_draft_fits_its_target(forerun, tmp_path: Path) -> None:
+    def fits(draft: Path) -> Any:
+        given = (
+            "--speculative-draft-model-path",
+            str(draft),
+            "--model-path",
+            str(HEADS / "target"),
+        )
+        return json.loads(forerun("doctor", *given, "--json").out)["draft"].get("fits_the_target")
+
+    name = "dspark-speculators-b5"
+    assert fits(HEADS / name) == "yes"
+    shutil.copytree(HEADS / name, tmp_path / name)
+    config = json.loads((tmp_path / name / "config.json").read_text())
+    assert config["aux_hidden_state_layer_ids"][-1] < 77
+    config["aux_hidden_state_layer_ids"][-1] = 77
+    (tmp_path / name / "config.json").write_text(json.dumps(config))
+    assert "does not fit the target: it reads layer 76" in fits(tmp_path / name)  # from 1 there
+    assert fits(HEADS / "target") is None  # a model of its own
+
+
 EXPECTED: dict[str, tuple[Callable[[Path], Any], dict[str, Any]]] = {
     "eagle3": (
         models.eagle3,

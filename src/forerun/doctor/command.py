@@ -21,7 +21,7 @@ from forerun.cli.output import print_json
 from forerun.config.model_config import load_model_config
 from forerun.core.errors import ConfigError
 from forerun.doctor.determinism import Sizes, run_check
-from forerun.doctor.draft import explain_draft
+from forerun.doctor.draft import explain_draft, fits_target
 from forerun.kernels.cpu import library
 from forerun.kernels.gemm import gemm_int4_sm90
 from forerun.kernels.gemm.config import GemmConfig, TritonGemmConfig
@@ -126,7 +126,10 @@ def _survey(
             report["weights"] = describe_gguf(folder, machine.resolve_device("auto"))
     if draft_path is not None:
         name = "speculative_draft_model_path"
-        report["draft"] = explain_draft(config_folder(name, draft_path))
+        draft = config_folder(name, draft_path)
+        report["draft"] = explain_draft(draft)
+        fits = None if folder is None else fits_target(draft, load_model_config(folder))
+        report["draft"] |= {} if fits is None else {"fits_the_target": fits}
     return report
 
 

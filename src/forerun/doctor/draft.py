@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from forerun.config.json_files import read_json
+from forerun.config.model_config import ModelConfig
 from forerun.core.errors import ConfigError, OtherDraftError
 from forerun.layers.communication import WeightPlacement
 from forerun.models.dflash import check_dflash_files
@@ -18,7 +19,7 @@ from forerun.models.eagle3_config import Eagle3Config, Eagle3Keys, load_eagle3_c
 from forerun.models.gemma4_assistant import check_assistant_files, load_assistant_config
 from forerun.models.loader import check_target_files
 from forerun.models.nextn import check_nextn_files, load_nextn_config
-from forerun.speculative import eagle3, frozen_kv_mtp, nextn, standalone
+from forerun.speculative import dflash, eagle3, frozen_kv_mtp, nextn, standalone
 
 LAST_STATE = "the target's hidden state after its final norm"
 
@@ -35,6 +36,17 @@ def explain_draft(folder: Path) -> dict[str, Any]:
         except OtherDraftError:
             continue
     return _model(folder)
+
+
+def fits_target(folder: Path, target: ModelConfig) -> str | None:
+    """Whether a DFlash draft fits this target, as it is checked when they load; None: another."""
+    try:
+        dflash.check_fit(folder, load_dflash_config(folder), target)
+    except OtherDraftError:
+        return None
+    except ConfigError as error:
+        return str(error)
+    return "yes"
 
 
 def _dflash(folder: Path) -> dict[str, Any]:

@@ -67,7 +67,7 @@ class DFlash(SpeculativeAlgorithm):
     @classmethod
     def resolve(cls, config: EngineConfig, target: ModelConfig, dtype: torch.dtype) -> SpecCaps:
         folder, draft = read_draft(config)
-        _check_fit(folder, draft, target)
+        check_fit(folder, draft, target)
         check_same_tokens(config, folder)
         _mask_token(config, draft, target)
         block = _block_size(config, draft)
@@ -283,7 +283,12 @@ def _block_size(config: EngineConfig, draft: DFlashConfig) -> int:
     return block
 
 
-def _check_fit(folder: Path, draft: DFlashConfig, target: ModelConfig) -> None:
+def check_fit(folder: Path, draft: DFlashConfig, target: ModelConfig) -> None:
+    """
+    Raises:
+        ConfigError: the draft reads layers or has sizes that the target has not.
+    """
+
     def refuse(what: str, of_draft: object, of_target: object) -> None:
         raise ConfigError(
             f"The draft {folder} does not fit the target: {what} {of_draft}, the target has"
