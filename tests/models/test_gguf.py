@@ -380,13 +380,9 @@ def test_names_of_tensors_are_shown_on_one_line(tmp_path: Path) -> None:
 def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
     path, whole = tmp_path / "m.gguf", tmp_path / "whole.gguf"
     write_gguf(whole, family("llama", **SIZES), "Q8_0")
-    for metadata, message in (
-        ({"general.type": "adapter"}, "holds 'adapter' .general.type., expected a model"),
-        ({"llama.vocab_size": 7}, r"vocab_size is 7, and token_embd.weight has \d+ rows"),
-    ):
-        join(path, whole, metadata)
-        with pytest.raises(ConfigError, match=message):
-            gguf_folder(path)
+    join(path, whole, {"general.type": "adapter"})
+    with pytest.raises(ConfigError, match=r"holds 'adapter' \(general.type\), expected a model"):
+        gguf_folder(path)
 
 
 def test_metadata_out_of_range_are_refused_by_the_files_name(tmp_path: Path) -> None:

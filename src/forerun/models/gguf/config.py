@@ -95,7 +95,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         "rms_norm_eps": keys.real("attention.layer_norm_rms_epsilon"),
         "rope_theta": keys.real("rope.freq_base", 10000.0),
         "max_position_embeddings": keys.number("context_length"),
-        "vocab_size": _vocab_size(file, keys),
+        "vocab_size": _vocab_size(file),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "torch_dtype": _dtype(file),
     }
@@ -206,17 +206,11 @@ def _token_id(file: GgufFile, name: str) -> int | None:
     return token
 
 
-def _vocab_size(file: GgufFile, keys: _Keys) -> int:
+def _vocab_size(file: GgufFile) -> int:
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise ConfigError(f"{file.path} lacks token_embd.weight. Download it again.")
-    size = embedding.shape[0]
-    if keys.number("vocab_size", size) != size:
-        raise ConfigError(
-            f"{file.path}: vocab_size is {keys.number('vocab_size')}, and token_embd.weight has"
-            f" {size} rows. Download it again."
-        )
-    return size
+    return embedding.shape[0]
 
 
 def _dtype(file: GgufFile) -> str:
