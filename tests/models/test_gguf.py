@@ -328,50 +328,51 @@ def test_what_is_refused_says_why(tmp_path: Path) -> None:
         read_gguf(tmp_path)
 
 
-def test_tensors_have_places_of_their_own(tmp_path: Path) -> None:
-    path = tmp_path / "m.gguf"
-    write_gguf(path, family("llama", **SIZES), "Q8_0")
-    good, tensors = path.read_bytes(), read_gguf(path).tensors
+def kind_at(data: bytes, name: str, dims: int) -> int:
+    """Where a tensor's kind is in a file's header, 4 bytes; its offset follows, 8 bytes."""
+    return data.index(name.encode()) + len(name) + 4 + 8 * dims
+
+
+def replaced(data: bytes, at: int, by: bytes) -> bytes:
+    return data[:at] + by + data[at + len(by) :]
+
+
+def test_tensors_have_places_of_their_own(good: bytes, tmp_path: Path) -> None:
+    path, tensors = tmp_path / "m.gguf", read_gguf(tmp_path / "good.gguf").tensors
     name = "blk.0.ffn_down.weight"
     begin = min(tensor.offset for tensor in tensors.values())
-    entry = good.index(name.encode()) + len(name) + 4 + 2 * 8 + 4  # dimensions, sizes, kind
-    assert struct.unpack_from("<Q", good, entry)[0] == tensors[name].offset - begin
+    at = kind_at(good, name, 2) + 4
+    assert struct.unpack_from("<Q", good, at)[0] == tensors[name].offset - begin
     for offset in (1, 0, tensors[name].offset - begin + 32):
-        path.write_bytes(good[:entry] + struct.pack("<Q", offset) + good[entry + 8 :])
+        path.write_bytes(replaced(good, at, struct.pack("<Q", offset)))
         with pytest.raises(ConfigError, match=f"begins at {offset} and what is before it ends"):
             read_gguf(path)
 
 
-def test_a_damaged_kind_or_alignment_is_found(tmp_path: Path) -> None:
+def test_a_damaged_kind_or_alignment_is_found(good: bytes, tmp_path: Path) -> None:
     """Of a norm, whose bytes would otherwise be read as others' or as NaN."""
-    path = tmp_path / "m.gguf"
-    write_gguf(path, family("llama", **SIZES), "Q8_0")
-    good, name = path.read_bytes(), b"blk.0.attn_norm.weight"
-    kind = good.index(name) + len(name) + 4 + 8  # dimensions, a size
-    assert struct.unpack_from("<I", good, kind)[0] == 0  # F32
-    path.write_bytes(good[:kind] + struct.pack("<I", 8) + good[kind + 4 :])
+    path, at = tmp_path / "m.gguf", kind_at(good, "blk.0.attn_norm.weight", 1)
+    assert struct.unpack_from("<I", good, at)[0] == 0  # F32
+    path.write_bytes(replaced(good, at, struct.pack("<I", 8)))
     with pytest.raises(ConfigError, match="and what is before it ends at"):
         read_gguf(path)
-    whole = tmp_path / "whole.gguf"
-    whole.write_bytes(good)
     for alignment in (3, 48):
-        join(path, whole, {"general.alignment": alignment})
+        join(path, tmp_path / "good.gguf", {"general.alignment": alignment})
         with pytest.raises(ConfigError, match=f"alignment is {alignment}, expected a power of two"):
             read_gguf(path)
 
 
-def test_names_of_tensors_are_shown_on_one_line(tmp_path: Path) -> None:
-    path = tmp_path / "m.gguf"
-    write_gguf(path, family("llama", **SIZES), "Q8_0")
-    good, name = path.read_bytes(), b"blk.0.attn_norm.weight"
-    at = good.index(name)
-    evil = b"evil\nforerun: fine\x1b[2Jx"[: len(name)].ljust(len(name), b"x")
-    unknown = good[: at + len(name) + 12] + struct.pack("<I", 99) + good[at + len(name) + 16 :]
-    path.write_bytes(unknown[:at] + evil + unknown[at + len(name) :])
+def test_names_of_tensors_are_shown_on_one_line(good: bytes, tmp_path: Path) -> None:
+    path, name = tmp_path / "m.gguf", "blk.0.attn_norm.weight"
+    begin = good.index(name.encode())
+    evil = b"evil\nforerun: fine\x1b[2J".ljust(len(name), b"x")
+    assert len(evil) == len(name)
+    unknown = replaced(good, kind_at(good, name, 1), struct.pack("<I", 99))
+    path.write_bytes(replaced(unknown, begin, evil))
     with pytest.raises(ConfigError, match="of kind 99") as caught:
         read_gguf(path)
     assert str(caught.value).isprintable()
-    path.write_bytes(good[: at - 8] + struct.pack("<Q", 4096) + good[at:])
+    path.write_bytes(replaced(good, begin - 8, struct.pack("<Q", 4096)))
     with pytest.raises(ConfigError, match=r"name has \d+ characters") as caught:
         read_gguf(path)
     assert len(str(caught.value)) < 300

@@ -410,17 +410,8 @@ def _gated_delta_update(
     g_kept += (1 - turn) * V_HEADS
     keeps_k = inside_k & first & (head % (V_HEADS // K_HEADS) == 0)
     if parents is None:
-        if first_rows is None:
-            for i in tl.static_range(NUM_TOKENS):
-                g = _log_decay(tl.load(a_ptr + i * a_stride), decay, dt_bias)
-                s, k, delta, out = _advance_by_token(
-                    s, q_ptr + i * ROW, v_ptr + i * ROW, g, tl.load(b_ptr + i * b_stride),
-                    inside_k, inside_v, K_ROW, K_DIM, EPS,
-                )  # fmt: skip
-                _store_columns(out_ptr + i * V_ROW, out, delta_kept + i * V_ROW, delta, inside_v)
-                _store_key(k_kept + 2 * i * K_ROW, k, g_kept + 2 * i * V_HEADS, g, keeps_k, first)
-        else:
-            for i in range(count):
+        for i in tl.static_range(NUM_TOKENS):
+            if i < count:
                 g = _log_decay(tl.load(a_ptr + i * a_stride), decay, dt_bias)
                 s, k, delta, out = _advance_by_token(
                     s, q_ptr + i * ROW, v_ptr + i * ROW, g, tl.load(b_ptr + i * b_stride),
