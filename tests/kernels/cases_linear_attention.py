@@ -45,11 +45,11 @@ def update(tokens: int, tree: bool = False, ragged: bool = False) -> list[Case]:
             "NUM_TOKENS": tokens,
             "EPS": gated_delta.EPS,
             "BLOCK_K": 128,
-            "BLOCK_V": gated_delta.update_block_v(tokens, hip=False),
+            "BLOCK_V": gated_delta.BLOCK_V,
             "PDL": False,
         },
         {"num_warps": 1},
-        hip_constants={"BLOCK_V": gated_delta.update_block_v(tokens, hip=True)},
+        hip_constants={"BLOCK_V": gated_delta.HIP_BLOCK_V},
     )
     return [conv, delta]
 
@@ -76,10 +76,10 @@ def replays() -> list[Case]:
             {
                 **HEADS,
                 "BLOCK_K": 128,
-                "BLOCK_V": gated_delta.update_block_v(1, hip=False),
+                "BLOCK_V": gated_delta.BLOCK_V,
             },
             {"num_warps": 1},
-            hip_constants={"BLOCK_V": gated_delta.update_block_v(1, hip=True)},
+            hip_constants={"BLOCK_V": gated_delta.HIP_BLOCK_V},
         ),
     ]
 
@@ -124,20 +124,19 @@ def prefill() -> list[Case]:
 def fixed_order() -> list[Case]:
     """Without products that the compiler fuses."""
     options = {"num_warps": 1, "enable_fp_fusion": False}
-    block = {"BLOCK_V": gated_delta.FIXED_BLOCK_V}
     _, step = update(16)
-    constants = {**step.constants, **block}
-    own = replace(step, name="gated delta, 16 tokens, fixed order", constants=constants)
+    own = replace(step, name="gated delta, 16 tokens, fixed order", options=options)
     pointers = dict.fromkeys(("qkv", "a_ptr", "b_ptr", "out_ptr"), B16)
     pointers |= dict.fromkeys(("decay_ptr", "dt_bias_ptr", "state"), F32)
     by_token = Case(
         "gated delta, prompts by token",
         gated_delta._gated_delta_tokens,
         pointers | {"slots": I64, "requests": I32, "a_stride": "i32", "b_stride": "i32"},
-        {**HEADS, "EPS": gated_delta.EPS, "BLOCK_K": 128, **block},
+        {**HEADS, "EPS": gated_delta.EPS, "BLOCK_K": 128, "BLOCK_V": gated_delta.BLOCK_V},
         options,
+        hip_constants={"BLOCK_V": gated_delta.HIP_BLOCK_V},
     )
-    return [replace(own, options=options, hip_constants={}), by_token]
+    return [own, by_token]
 
 
 RDNA = ("gfx1100",)  # few registers: the state's tile does not fit beside a chunk's

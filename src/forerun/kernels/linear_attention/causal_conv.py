@@ -201,12 +201,11 @@ def _causal_conv_update(
     x_ptr += begin * row_stride + at
     out_ptr += begin * channels + at
     if parents is None:
-        for i in tl.static_range(NUM_TOKENS):
-            if i < count:
-                x = _keep_input(x_ptr + i * row_stride, inputs + i * channels, inside)
-                total = f0 * w0 + f1 * w1 + f2 * w2 + x * w3
-                _store_silu(out_ptr + i * channels, total, inside)
-                f0, f1, f2 = f1, f2, x
+        for i in range(count):
+            x = _keep_input(x_ptr + i * row_stride, inputs + i * channels, inside)
+            total = f0 * w0 + f1 * w1 + f2 * w2 + x * w3
+            _store_silu(out_ptr + i * channels, total, inside)
+            f0, f1, f2 = f1, f2, x
     else:
         parents += request * NUM_TOKENS
         for i in range(count):

@@ -13,9 +13,9 @@ it is and stores k, δ and g of its tokens, a fiftieth of a state each; the next
 writes the state anyway, and first applies those of the committed tokens. (SGLang keeps whole states
 per token, or, as "ReplaySSM", the same as here.)
 
-In a fixed order prompts go token by token too, by the same operations on tiles of one shape
-(`FIXED_BLOCK_V`). Products and sums are fused where the source says so and nowhere else: what the
-compiler would choose depends on the code around.
+In a fixed order prompts go token by token too, by the same operations on tiles of the same shape.
+Products and sums are fused where the source says so and nowhere else: what the compiler would
+choose depends on the code around.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from forerun.kernels.runtime.pdl import pdl_options
 from forerun.kernels.speculation.ragged import RaggedRows
 from forerun.kernels.speculation.tree import tree_shape_ref, unpack_bits
 
-# Columns of a state that a CTA has in registers. A decode pass only reads and writes states; a
-# verify pass computes long enough for more CTAs to pay.
-DECODE_BLOCK_V, VERIFY_BLOCK_V, PREFILL_BLOCK_V = 32, 8, 16
-FIXED_BLOCK_V = 16  # in a fixed order, of all passes
+# Columns of a state that a warp has in registers: 32 are whole lines of memory. AMD: RDNA has too
+# few registers for those, CDNA is not measured.
+BLOCK_V, HIP_BLOCK_V = 32, 8
+PREFILL_BLOCK_V = 16
 # On NVIDIA no wgmma, which needs four warps: with it Triton 3.6 gets operands of 32 columns wrong.
 PREFILL_WARPS, HIP_PREFILL_WARPS = 2, 4
 EPS = 1e-6  # of the normalisation of q and k
@@ -102,30 +102,22 @@ def gated_delta_update(
     assert qkv.is_contiguous() and gates.a.stride(1) == gates.b.stride(1) == 1
     out = torch.empty(len(qkv), v_heads, v_dim, dtype=qkv.dtype, device=qkv.device)
     num_tokens = len(qkv) // batch if rows is None else rows.max_width
-    options = fixed_options(fixed_order, update_block_v(num_tokens, _on_hip()))
-    block_v = options["BLOCK_V"]
-    _gated_delta_update[(batch * v_heads, triton.cdiv(v_dim, block_v))](
+    block_v = state_columns()
+    _gated_delta_update[(batch * v_heads * triton.cdiv(v_dim, block_v),)](
         qkv, gates.a, gates.b, gates.decay, gates.dt_bias,
         state.slots, state.num_pending, state.num_passes,
         state.state, state.k, state.delta, state.g, out, parents,
         None if rows is None else rows.first, gates.a.stride(0), gates.b.stride(0), width,
         NUM_TOKENS=num_tokens, K_HEADS=k_heads, V_HEADS=v_heads, K_DIM=k_dim, V_DIM=v_dim,
-        EPS=EPS, BLOCK_K=triton.next_power_of_2(k_dim), **options,
-        num_warps=1, **pdl_options(qkv),
+        EPS=EPS, BLOCK_K=triton.next_power_of_2(k_dim), BLOCK_V=block_v,
+        enable_fp_fusion=not fixed_order, num_warps=1, **pdl_options(qkv),
     )  # fmt: skip
     return out
 
 
-def fixed_options(fixed_order: bool, block_v: int) -> dict[str, int]:
-    """Columns of a CTA, `block_v` or those of a fixed order, and whether products are fused."""
-    return {
-        "BLOCK_V": FIXED_BLOCK_V if fixed_order else block_v,
-        "enable_fp_fusion": not fixed_order,
-    }
-
-
-def _on_hip() -> bool:
-    return torch.version.hip is not None
+def state_columns() -> int:
+    """Columns of a state that a CTA has, wherever tokens go one after another."""
+    return BLOCK_V if torch.version.hip is None else HIP_BLOCK_V
 
 
 def _on_cpu(qkv: Tensor, state: DeltaState) -> bool:
@@ -148,14 +140,6 @@ def gated_delta_cpu(
     own = gates.a, gates.b, gates.decay, gates.dt_bias
     updates = state.k, state.delta, state.g
     return cpu.gated_delta(qkv.contiguous(), own, requests, state.state, updates)
-
-
-def update_block_v(num_tokens: int, hip: bool) -> int:
-    """Columns of a CTA in a pass over `num_tokens` tokens of each request.
-
-    AMD GPUs have 8 in both passes: RDNA has too few registers for 32, CDNA is not measured.
-    """
-    return DECODE_BLOCK_V if num_tokens == 1 and not hip else VERIFY_BLOCK_V
 
 
 def gated_delta_update_ref(
@@ -230,12 +214,13 @@ def _prefill_by_token(
 ) -> Tensor:
     (tokens, v_heads), (_, _, k_dim, v_dim) = gates.a.shape, state.state.shape
     out = torch.empty(tokens, v_heads, v_dim, dtype=qkv.dtype, device=qkv.device)
-    options = fixed_options(True, FIXED_BLOCK_V)
-    _gated_delta_tokens[(len(state.slots) * v_heads, triton.cdiv(v_dim, FIXED_BLOCK_V))](
+    block_v = state_columns()
+    _gated_delta_tokens[(len(state.slots) * v_heads, triton.cdiv(v_dim, block_v))](
         qkv, gates.a, gates.b, gates.decay, gates.dt_bias,
         state.slots, prompts.requests, state.state, out, gates.a.stride(0), gates.b.stride(0),
         K_HEADS=state.k.shape[3], V_HEADS=v_heads, K_DIM=k_dim, V_DIM=v_dim, EPS=EPS,
-        BLOCK_K=triton.next_power_of_2(k_dim), **options, num_warps=1,
+        BLOCK_K=triton.next_power_of_2(k_dim), BLOCK_V=block_v, enable_fp_fusion=False,
+        num_warps=1,
     )  # fmt: skip
     return out
 
@@ -365,15 +350,16 @@ def _gated_delta_update(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    request = (tl.program_id(0) // V_HEADS).to(tl.int64)
-    head = tl.program_id(0) % V_HEADS
+    NUM_BLOCKS: tl.constexpr = (V_DIM + BLOCK_V - 1) // BLOCK_V
+    block, pair = tl.program_id(0) % NUM_BLOCKS, tl.program_id(0) // NUM_BLOCKS
+    request, head = (pair // V_HEADS).to(tl.int64), pair % V_HEADS
     k_head = head // (V_HEADS // K_HEADS)
-    first = tl.program_id(1) == 0
+    first = block == 0
     slot = tl.load(slots + request)
     pending = tl.load(num_pending + slot)
     turn = tl.load(num_passes + slot) & 1
     row = tl.arange(0, BLOCK_K)
-    column = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    column = block * BLOCK_V + tl.arange(0, BLOCK_V)
     inside_k, inside_v = row < K_DIM, column < V_DIM
     inside = inside_k[:, None] & inside_v[None, :]
     decay = tl.load(decay_ptr + head)
@@ -410,15 +396,14 @@ def _gated_delta_update(
     g_kept += (1 - turn) * V_HEADS
     keeps_k = inside_k & first & (head % (V_HEADS // K_HEADS) == 0)
     if parents is None:
-        for i in tl.static_range(NUM_TOKENS):
-            if i < count:
-                g = _log_decay(tl.load(a_ptr + i * a_stride), decay, dt_bias)
-                s, k, delta, out = _advance_by_token(
-                    s, q_ptr + i * ROW, v_ptr + i * ROW, g, tl.load(b_ptr + i * b_stride),
-                    inside_k, inside_v, K_ROW, K_DIM, EPS,
-                )  # fmt: skip
-                _store_columns(out_ptr + i * V_ROW, out, delta_kept + i * V_ROW, delta, inside_v)
-                _store_key(k_kept + 2 * i * K_ROW, k, g_kept + 2 * i * V_HEADS, g, keeps_k, first)
+        for i in range(count):
+            g = _log_decay(tl.load(a_ptr + i * a_stride), decay, dt_bias)
+            s, k, delta, out = _advance_by_token(
+                s, q_ptr + i * ROW, v_ptr + i * ROW, g, tl.load(b_ptr + i * b_stride),
+                inside_k, inside_v, K_ROW, K_DIM, EPS,
+            )  # fmt: skip
+            _store_columns(out_ptr + i * V_ROW, out, delta_kept + i * V_ROW, delta, inside_v)
+            _store_key(k_kept + 2 * i * K_ROW, k, g_kept + 2 * i * V_HEADS, g, keeps_k, first)
     else:
         parents += request * NUM_TOKENS
         for i in range(count):

@@ -21,7 +21,7 @@ from forerun.kernels.linear_attention.gated_delta import (
     DeltaState,
     add_update,
     apply_updates,
-    update_block_v,
+    state_columns,
 )
 from forerun.kernels.runtime.jit import jit, tl, triton, use_triton
 
@@ -87,7 +87,7 @@ def replay_gated_delta(delta: DeltaStates, to: SnapshotRows) -> None:
         return replay_gated_delta_ref(delta, to)
     layers, slots, v_heads, k_dim, v_dim = delta.state.shape
     width, _, k_heads, _ = delta.k.shape[2:]
-    block_v = update_block_v(1, torch.version.hip is not None)
+    block_v = state_columns()
     _replay_gated_delta[(len(to.slots) * v_heads, triton.cdiv(v_dim, block_v), layers)](
         to.slots, to.rows, to.counts, to.num_passes,
         delta.state, delta.k, delta.delta, delta.g, delta.snapshots,
