@@ -84,18 +84,15 @@ def test_where_it_cannot_be_it_is_off(
 
 
 def test_on_a_gpu_it_is_on_where_it_was_measured() -> None:
-    for ranks in (1, 2):
-        assert choose_ragged(config(tp_size=ranks), CHAINS, GPU, DENSE).ragged
-    targets: list[tuple[Any, dict[str, Any], str]] = [
-        (Target(True), {}, "recurrent layers"),
-        (DENSE, {"disable_cuda_graph": True}, "disable_cuda_graph"),
-        (DENSE, {"enable_deterministic_inference": True}, "enable_deterministic_inference"),
-    ]
-    for target, values, why in targets:
-        off = choose_ragged(config(**values), CHAINS, GPU, target)
-        assert str(off) == f"off: it has not been measured with {why}"
-        asked = config(**values, speculative_ragged_verify=True)
-        assert choose_ragged(asked, CHAINS, GPU, target).ragged
+    hybrid: Any = Target(True)
+    for target in (DENSE, hybrid):
+        for ranks in (1, 2):
+            assert choose_ragged(config(tp_size=ranks), CHAINS, GPU, target).ragged
+    for name in ("disable_cuda_graph", "enable_deterministic_inference"):
+        off = choose_ragged(config(**{name: True}), CHAINS, GPU, DENSE)
+        assert str(off) == f"off: it has not been measured with {name}"
+        asked = config(**{name: True}, speculative_ragged_verify=True)
+        assert choose_ragged(asked, CHAINS, GPU, DENSE).ragged
 
 
 def test_recurrent_layers_that_follow_one_width() -> None:

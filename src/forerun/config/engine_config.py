@@ -263,7 +263,7 @@ class EngineConfig:
         None,
         "Divide the tokens that a step verifies among its requests by what their drafts promise,"
         " instead of as many for each; needs speculative_adaptive. Default: where it was measured"
-        " to be faster (GPUs, chains of drafts, a target without recurrent layers)",
+        " to be faster (GPUs, chains of drafts)",
     )
     speculative_fallback: bool = _setting(
         False, "Continue with plain decoding if the algorithm fails, instead of aborting requests"

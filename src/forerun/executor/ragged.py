@@ -12,7 +12,6 @@ import torch
 from forerun.attention.select import BACKENDS
 from forerun.config.engine_config import EngineConfig
 from forerun.core.errors import ConfigError
-from forerun.kvcache.layouts import RecurrentState
 from forerun.models.base import CausalLM
 from forerun.speculative.base import SpecCaps
 
@@ -51,7 +50,7 @@ def choose_ragged(
         raise ConfigError(f"speculative_ragged_verify {missing}.")
     if asked is not None:
         return RaggedChoice(asked, "speculative_ragged_verify is set")
-    unfit = missing or _gains_nothing(config, caps) or _unmeasured(config, target)
+    unfit = missing or _gains_nothing(config, caps) or _unmeasured(config)
     if unfit is not None:
         return RaggedChoice(False, f"it {unfit}")
     return RaggedChoice(*DEFAULTS[device.type])
@@ -63,23 +62,18 @@ def _missing(config: EngineConfig, caps: SpecCaps, target: CausalLM) -> str | No
         return "needs drafts; set speculative_algorithm"
     if not config.speculative_adaptive:
         return "needs speculative_adaptive; turn it on"
-    if not all(layer.ragged for layer in _recurrent(target)):
+    if not all(layer.ragged for layer in target.kv_layout(torch.bfloat16).recurrent):
         architecture = target.config.architecture
         return f"needs recurrent layers that serve it, which those of {architecture} do not"
     return None
 
 
-def _recurrent(target: CausalLM) -> tuple[RecurrentState, ...]:
-    return target.kv_layout(torch.bfloat16).recurrent  # of any dtype
-
-
-def _unmeasured(config: EngineConfig, target: CausalLM) -> str | None:
+def _unmeasured(config: EngineConfig) -> str | None:
     """What it has not been timed with."""
     kinds = {
         "AMD GPUs": torch.version.hip is not None,
         "disable_cuda_graph": config.disable_cuda_graph,
         "enable_deterministic_inference": config.enable_deterministic_inference,
-        "recurrent layers": bool(_recurrent(target)),
     }
     found = next((kind for kind, has in kinds.items() if has), None)
     return None if found is None else f"has not been measured with {found}"
