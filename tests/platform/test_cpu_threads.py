@@ -36,12 +36,24 @@ def four_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("four_cores")
-def test_small_models_run_on_one_thread_and_others_on_all_cores() -> None:
-    assert CpuThreads.choose(SMALL_WEIGHTS - 1).count == 1
-    assert CpuThreads.choose(SMALL_WEIGHTS).count == 4
-    torch.set_num_threads(8)  # what torch starts with where it does not know of physical cores
-    assert CpuThreads.choose(SMALL_WEIGHTS - 1).count == 1
-    assert CpuThreads.choose(SMALL_WEIGHTS).count == 4
+def test_small_models_are_timed_and_others_run_on_all_cores() -> None:
+    for _ in range(2):
+        small = CpuThreads.choose(SMALL_WEIGHTS - 1, fixed_order=True)
+        assert (small.count, small.tuned) == (4, True)
+        large = CpuThreads.choose(SMALL_WEIGHTS, fixed_order=True)
+        assert (large.count, large.tuned) == (4, False)
+        torch.set_num_threads(8)  # what torch starts with where it does not know of physical cores
+
+
+@pytest.mark.usefixtures("four_cores")
+def test_small_models_run_on_one_thread_where_it_would_change_texts_or_there_is_one_core(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one = CpuThreads(1, "weights under 256 MiB")
+    assert CpuThreads.choose(SMALL_WEIGHTS - 1, fixed_order=False) == one
+    monkeypatch.setattr(cpu_threads, "_physical_cores", lambda: 1)
+    torch.set_num_threads(1)
+    assert CpuThreads.choose(SMALL_WEIGHTS - 1, fixed_order=True) == one
 
 
 @pytest.mark.usefixtures("four_cores")
@@ -51,14 +63,15 @@ def test_the_environment_is_respected(
     name: str, weight_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, "4")
-    assert CpuThreads.choose(weight_bytes) == CpuThreads(4, f"{name} is set")
+    assert CpuThreads.choose(weight_bytes, True) == CpuThreads(4, f"{name} is set")
 
 
 @pytest.mark.usefixtures("four_cores")
 @pytest.mark.parametrize("weight_bytes", [1, SMALL_WEIGHTS])
 def test_set_num_threads_is_respected(weight_bytes: int) -> None:
     torch.set_num_threads(3)
-    assert CpuThreads.choose(weight_bytes) == CpuThreads(3, "torch.set_num_threads was called")
+    chosen = CpuThreads.choose(weight_bytes, True)
+    assert chosen == CpuThreads(3, "torch.set_num_threads was called")
 
 
 @pytest.mark.usefixtures("four_cores")
@@ -95,16 +108,20 @@ def run(algorithm: str | None, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, se
 def test_an_engine_runs_on_its_threads_with_the_same_text(
     algorithm: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    small = run(algorithm, monkeypatch)
-    assert small[1:] == ({1}, {"count": 1, "reason": "weights under 256 MiB"})
+    monkeypatch.setattr(cpu_threads, "PROBE_INTERVAL", 2)  # steps run both ways
+    monkeypatch.setattr(cpu_threads, "LAST_PROBE", 2)
+    texts, seen, said = run(algorithm, monkeypatch)
+    assert 1 in seen and len(seen) == 2 and max(seen) <= 4
+    assert said["count"] in seen
+    assert said["reason"] == "weights under 256 MiB: one or several, whichever is faster"
     assert torch.get_num_threads() == 4  # of the caller
     monkeypatch.setattr(cpu_threads, "SMALL_WEIGHTS", 0)
     large = run(algorithm, monkeypatch)
-    assert large[1:] == ({4}, {"count": 4, "reason": "all physical cores"})
-    assert small[0] == large[0]
+    assert large == (texts, {4}, {"count": 4, "reason": "all physical cores"})
 
 
 @pytest.mark.usefixtures("four_cores")
 def test_doctor_says_both() -> None:
     cpu = survey_machine()["devices"][0]["threads"]
-    assert (cpu["small"]["count"], cpu["large"]["count"]) == (1, 4)
+    assert (cpu["small"]["count"], cpu["large"]["count"]) == (4, 4)
+    assert cpu["small"]["tuned"] and not cpu["large"]["tuned"]

@@ -205,8 +205,8 @@ def _device(device: torch.device) -> dict[str, Any]:
 
 def _threads() -> dict[str, Any]:
     """Intra-op threads by model size."""
-    limit = cpu_threads.SMALL_WEIGHTS
-    small, large = cpu_threads.CpuThreads.choose(0), cpu_threads.CpuThreads.choose(limit)
+    limit, fixed_order = cpu_threads.SMALL_WEIGHTS, library.why_missing() is None
+    small, large = (cpu_threads.CpuThreads.choose(size, fixed_order) for size in (0, limit))
     return {"small_model_bytes": limit, "small": asdict(small), "large": asdict(large)}
 
 
@@ -363,7 +363,8 @@ def _describe_threads(threads: dict[str, Any]) -> str:
     small, large = threads["small"], threads["large"]
     if small == large:
         return f"{large['count']} ({large['reason']})"
-    return f"{small['count']} ({small['reason']}); else {large['count']} ({large['reason']})"
+    count = f"1 to {small['count']}" if small["tuned"] else small["count"]
+    return f"{count} ({small['reason']}); else {large['count']} ({large['reason']})"
 
 
 def _show_gemms(gemms: dict[str, Any], console: Console) -> None:

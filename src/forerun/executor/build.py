@@ -7,7 +7,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,11 @@ from forerun.executor.memory import (
     profile_run,
 )
 from forerun.executor.resolve import Settings, resolve
-from forerun.executor.step.costs import measure_draft_costs, measure_step_costs
+from forerun.executor.step.costs import (
+    measure_draft_costs,
+    measure_step_costs,
+    measure_threads,
+)
 from forerun.executor.step.deferred_observe import DeferredObserve
 from forerun.executor.step.device_step import DeviceStep
 from forerun.executor.step.slot_tables import SlotTables
@@ -51,6 +54,7 @@ from forerun.models.dummy_weights import DUMMY_FORMATS
 from forerun.models.loader import load_target_at, load_transformers_target
 from forerun.models.registry import TRANSFORMERS
 from forerun.models.stop_ids import tokenizer_folder, union
+from forerun.platform.cpu_threads import CpuThreads
 from forerun.platform.device import dtype_name, running_on
 from forerun.platform.progress import progress
 from forerun.speculative.base import DraftContext, SlotContext, SpeculativeAlgorithm, TargetHandle
@@ -86,7 +90,8 @@ def build_executor(
     settings = resolve(config, model_path, algorithm, overlap_depth, comm)
     if settings.device.type == "cuda":
         gc.collect()  # closed engines in reference cycles, before free memory is measured
-    with running_on(settings.device, settings.threads):
+    threads = None if settings.threads is None else settings.threads.count
+    with running_on(settings.device, threads):
         return _Builder(settings, algorithm, comm).build(model_path)
 
 
@@ -128,14 +133,13 @@ class _Builder:
         if self.comm.size == 1:
             executor.mask_threads = MaskThreads()
         memory = self.memory.report(profiled)
+        measure_threads(executor)
         explain = _explain(settings, budget, self.piece_buckets, memory)
-        kinds = Counter(linear.quantized_gemm for linear in model.modules(LinearBase))
-        kinds.update(experts.quantized_gemm for experts in model.modules(Experts))
-        explain["quantized_weights"] = {kind: count for kind, count in kinds.items() if kind}
-        attentions = model.modules(ProjectedAttention)
+        explain |= _explain_parts(executor, settings.threads)
         explain["custom_all_reduce"] = self.comm.peers is not None
-        explain["kv_scales"] = sum(each.kv_scales != KVScales() for each in attentions)
         log.info("engine: %s", explain)
+        with running_on(settings.device, executor.num_threads):
+            costs, draft_costs = self._costs(executor), self._draft_costs(executor)
         executor.info = ExecutorInfo(
             limits=limits,
             num_pages=budget.num_pages,
@@ -148,8 +152,8 @@ class _Builder:
             eos_token_ids=union(settings.stop_ids),
             prefix_lookahead=settings.caps.prefix_lookahead,
             verify_widths=settings.widths,
-            step_costs=self._costs(executor),
-            draft_costs=self._draft_costs(executor),
+            step_costs=costs,
+            draft_costs=draft_costs,
             drafting_parts=executor.steps.drafting_parts,
             tree_depth=settings.caps.max_tree_depth,
             hidden_size=model.config.hidden_size,
@@ -390,6 +394,19 @@ class _Builder:
         )
 
 
+def _explain_parts(executor: DeviceExecutor, threads: CpuThreads | None) -> dict[str, Any]:
+    """What is known once the target is loaded."""
+    model = executor.step.model
+    kinds = Counter(linear.quantized_gemm for linear in model.modules(LinearBase))
+    kinds.update(experts.quantized_gemm for experts in model.modules(Experts))
+    attentions = model.modules(ProjectedAttention)
+    return {
+        "threads": threads and {"count": executor.num_threads, "reason": threads.reason},
+        "quantized_weights": {kind: count for kind, count in kinds.items() if kind},
+        "kv_scales": sum(each.kv_scales != KVScales() for each in attentions),
+    }
+
+
 def _explain(
     settings: Settings, budget: KVBudget, piece_buckets: list[int], memory: dict[str, int]
 ) -> dict[str, Any]:
@@ -412,7 +429,6 @@ def _explain(
         "device": str(settings.device),
         "tp_size": settings.config.tp_size,
         "ep_size": settings.config.ep_size,
-        "threads": None if settings.threads is None else asdict(settings.threads),
         "dtype": dtype_name(settings.dtype),
         "kv_cache_dtype": dtype_name(settings.kv_dtype),
         "algorithm": settings.config.speculative_algorithm or "NONE",

@@ -45,7 +45,7 @@ from forerun.executor.step.timing import StepTimer
 from forerun.grammar.compiler import GrammarCompiler
 from forerun.grammar.mask_threads import MaskThreads
 from forerun.grammar.state import GrammarState
-from forerun.platform.cpu_threads import CpuThreads
+from forerun.platform.cpu_threads import CpuThreads, ThreadTuner
 from forerun.platform.device import running_on
 from forerun.sampling.logprobs import LogprobQuery
 from forerun.sampling.sampler import SamplingFlags
@@ -84,7 +84,8 @@ class DeviceExecutor:
         self.step = step
         self.tables = step.tables
         self.steps = EagerSteps(step) if steps is None else steps
-        self.threads = threads  # on a CPU; None: those of the calling thread
+        self._threads = threads  # on a CPU; None: those of the calling thread
+        self.tuner = ThreadTuner(threads.count) if threads is not None and threads.tuned else None
         self.grammars: GrammarCompiler | None = None  # set by `executor/build.py`
         # None: several ranks, each of which needs every mask. Steps wait for them.
         self.mask_threads: MaskThreads | None = None
@@ -97,6 +98,13 @@ class DeviceExecutor:
         self._keeps_tokens = step.caps.needs_host_tokens
         self._info: ExecutorInfo | None = None
         self.recorder = StepRecorder(step.tables.device)
+
+    @property
+    def num_threads(self) -> int | None:
+        """Intra-op threads of the next step; None: those of the calling thread."""
+        if self.tuner is not None:
+            return self.tuner.count
+        return None if self._threads is None else self._threads.count
 
     @property
     def info(self) -> ExecutorInfo:
@@ -114,7 +122,7 @@ class DeviceExecutor:
 
     @torch.inference_mode()
     def _launch(self, plan: StepPlan) -> PendingDeviceStep:
-        with running_on(self.tables.device, self.threads):
+        with running_on(self.tables.device, self.num_threads):
             clock = self._clock = StepClock.after(self._clock, self.tables.device)
             if plan.cleared_pages:
                 self.step.clear_pages(plan.cleared_pages)
@@ -147,6 +155,8 @@ class DeviceExecutor:
                 first, pooled = self._prefill(plan, logprobs)
                 self.step.save_states(plan.save_snapshots)
             clock.stop()
+            if self.tuner is not None and plan.decode and not plan.prefill:
+                self.tuner.record((batch.kind, bool(plan.deferred)), clock.wait())
             error = self.step.algorithm.take_error()
         pending = PendingDeviceStep(
             self,

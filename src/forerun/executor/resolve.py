@@ -127,7 +127,7 @@ def resolve(
         fixed_order = cpu_has_fixed_order(config, attention[0])
     limits = _limits(config, target, caps, attention, device, overlap_depth)
     attention, limits = _with_windows(attention, limits, max(0, caps.prefix_lookahead - 1))
-    threads = _threads(model, device)
+    threads = _threads(model, device, fixed_order, comm)
     tokenizer = None if config.skip_tokenizer_init else tokenizer_folder(config, model_path)
     stops = stop_ids(model_path, tokenizer, target.vocab_size)
     return Settings(
@@ -147,10 +147,13 @@ def resolve(
     )
 
 
-def _threads(model: CausalLM, device: torch.device) -> CpuThreads | None:
+def _threads(
+    model: CausalLM, device: torch.device, fixed_order: bool, comm: Communicator
+) -> CpuThreads | None:
     if device.type != "cpu":
         return None
-    return CpuThreads.choose(sum(weight.nbytes for weight in model.weights().values()))
+    size = sum(weight.nbytes for weight in model.weights().values())
+    return CpuThreads.choose(size, fixed_order and comm.size == 1)
 
 
 def _with_transformers(config: EngineConfig, model_path: Path) -> EngineConfig:

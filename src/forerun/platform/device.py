@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from forerun.core.errors import ConfigError
-from forerun.platform.cpu_threads import CpuThreads, intra_op_threads
+from forerun.platform.cpu_threads import intra_op_threads
 
 KV_DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -159,15 +159,15 @@ def upload(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     return host.pin_memory().to(device, non_blocking=True)
 
 
-def running_on(device: torch.device, threads: CpuThreads | None) -> AbstractContextManager[None]:
+def running_on(device: torch.device, num_threads: int | None) -> AbstractContextManager[None]:
     """Makes `device` current for the calling thread, or sets its number of intra-op threads.
 
     Triton launches, events and captures use the current device of the calling thread. On a CPU,
-    operations use `threads` if given.
+    operations use `num_threads` if given.
     """
     if device.type == "cuda":
         return _current(device)
-    return nullcontext() if threads is None else intra_op_threads(threads.count)
+    return nullcontext() if num_threads is None else intra_op_threads(num_threads)
 
 
 @contextmanager

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -36,6 +36,12 @@ class DecodeBatch:
     grammars: GrammarBatch | None = None  # of requests of the batch
     num_rows: int = 0  # N of a ragged pass; 0: W of every request
     num_drafting: int = 0  # of a ragged pass: the first requests, which draft; 0: all do
+
+    @property
+    def kind(self) -> Hashable:
+        """Steps of one kind take about as long as each other."""
+        tokens = self.num_verify_tokens, self.num_rows, self.num_drafting
+        return len(self.slots), tokens, self.flags
 
     @property
     def shape(self) -> StepShape:

@@ -16,6 +16,7 @@ from forerun.executor.device_executor import DeviceExecutor
 from forerun.executor.graphs.steps import DecodeBatch
 from forerun.executor.step.device_step import DeviceStep
 from forerun.executor.step.inputs import StepShape
+from forerun.platform.cpu_threads import intra_op_threads
 from forerun.sampling.sampler import SamplingFlags
 from forerun.speculative.base import Draft
 
@@ -33,6 +34,20 @@ class MeasurementBudget:
 SHORT = 0.05  # seconds
 # Other processes can hold up each of two short steps on a CPU.
 CAPTURED, EAGER = MeasurementBudget(5.0, 2, 3), MeasurementBudget(2.0, 1, 2, more=6)
+
+
+@torch.inference_mode()
+def measure_threads(executor: DeviceExecutor) -> None:
+    """Tells the executor's tuner, if it has one, what a plain step takes with 1, 2, ... threads."""
+    shape = executor.tables.limits.verify_shape(1, 1)
+
+    def seconds(count: int) -> float:
+        with intra_op_threads(count):
+            return _cost(executor, 1, shape, EAGER, float)
+
+    if executor.tuner is not None and executor.step.model.has_lm_head:
+        with executor.step.dummy_steps():
+            executor.tuner.measure(seconds)
 
 
 @torch.inference_mode()
