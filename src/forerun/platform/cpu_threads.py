@@ -86,12 +86,18 @@ class ThreadTuner:
         self._interval = FIRST_PROBE  # of probes while one thread is used
 
     def measure(self, seconds: Callable[[int], float]) -> None:
-        """Compares 1, 2, 4, ... and `most` threads by what one step takes with each."""
+        """Compares 1, 2, 4, ... and `most` threads by what one step takes with each.
+
+        Ends with the first number of threads that is slower than the one before it.
+        """
+        one = shortest = seconds(1)
         counts = [1 << n for n in range(1, self.several.bit_length())]
-        taken = {count: seconds(count) for count in (1, *counts, self.several)}
-        one = taken.pop(1)
-        self.several = min(taken, key=taken.__getitem__)
-        self.ratio = taken[self.several] / one
+        for count in dict.fromkeys([*counts, self.several]):
+            taken = seconds(count)
+            if count > 2 and taken >= shortest:
+                break
+            shortest, self.several = taken, count
+        self.ratio = shortest / one
         self._pay = self.ratio < SEVERAL_PAY
         self.count = self.several if self._pay else 1
 

@@ -9,9 +9,11 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <type_traits>
+#include <vector>
 
 namespace forerun {
 
@@ -45,10 +47,7 @@ class ThreadPool {
         next_.store(0), places_.store(threads - 1);
         const uint64_t open = job_.load() + 1;  // odd: there is work
         job_.store(open);
-        if (sleeping_.load() > 0) {
-            { std::lock_guard<std::mutex> lock(sleep_); }
-            wake_.notify_all();
-        }
+        for (int i = 0; i < threads - 1; i++) workers_[i]->wake();
         take_items();
         job_.store(open + 1);
         for (int spins = 0; working_.load() > 0; spins++) {
@@ -64,14 +63,30 @@ class ThreadPool {
         for (int64_t i; (i = next_.fetch_add(1)) < items_;) item_(context_, i);
     }
 
+    // Each sleeps on its own: a job wakes as many as it has threads for, however many there are.
+    struct Worker {
+        std::mutex sleep;
+        std::condition_variable woken;
+        std::atomic<bool> asleep{false};
+
+        void wake() {
+            if (!asleep.load()) return;
+            { std::lock_guard<std::mutex> lock(sleep); }
+            woken.notify_one();
+        }
+    };
+
     void grow(int count) {
-        for (; size_ < count; size_++) std::thread(&ThreadPool::work, this).detach();
+        while (int(workers_.size()) < count) {
+            workers_.push_back(std::make_unique<Worker>());
+            std::thread(&ThreadPool::work, this, workers_.back().get()).detach();
+        }
     }
 
-    void work() {
+    void work(Worker* worker) {
         uint64_t seen = 0;
         for (;;) {
-            const uint64_t job = wait_for_job(seen);
+            const uint64_t job = wait_for_job(*worker, seen);
             // The caller closes the job before it looks at `working_`: either it waits for this
             // thread, or this thread sees that the job is closed.
             working_.fetch_add(1);
@@ -82,7 +97,7 @@ class ThreadPool {
     }
 
     // Spins for a while, since the next kernel of a step follows within microseconds; then sleeps.
-    uint64_t wait_for_job(uint64_t seen) {
+    uint64_t wait_for_job(Worker& worker, uint64_t seen) {
         const auto open = [&](uint64_t job) { return job % 2 == 1 && job != seen; };
         uint64_t job;
         const auto begin = std::chrono::steady_clock::now();
@@ -92,22 +107,21 @@ class ThreadPool {
                 pause_cpu();
             }
         } while (std::chrono::steady_clock::now() - begin < std::chrono::microseconds(100));
-        std::unique_lock<std::mutex> lock(sleep_);
-        sleeping_.fetch_add(1);
-        wake_.wait(lock, [&] { return open(job = job_.load()); });
-        sleeping_.fetch_sub(1);
+        std::unique_lock<std::mutex> lock(worker.sleep);
+        worker.asleep.store(true);
+        worker.woken.wait(lock, [&] { return open(job = job_.load()); });
+        worker.asleep.store(false);
         return job;
     }
 
-    std::mutex busy_, sleep_;
-    std::condition_variable wake_;
+    std::mutex busy_;
+    std::vector<std::unique_ptr<Worker>> workers_;
     std::atomic<uint64_t> job_{0};
     std::atomic<int64_t> next_{0};
-    std::atomic<int> places_{0}, working_{0}, sleeping_{0};
+    std::atomic<int> places_{0}, working_{0};
     Item item_ = nullptr;
     void* context_ = nullptr;
     int64_t items_ = 0;
-    int size_ = 0;
 };
 
 // body(i) for 0 <= i < items; which thread computes an item must not change its result.
