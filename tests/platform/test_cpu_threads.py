@@ -12,7 +12,7 @@ import torch
 from forerun.doctor.command import survey_machine
 from forerun.executor.device_executor import DeviceExecutor
 from forerun.executor.graphs.steps import DecodeBatch
-from forerun.platform import cpu_threads
+from forerun.platform import cpu_threads, thread_tuner
 from forerun.platform.cpu_threads import SMALL_WEIGHTS, CpuThreads, intra_op_threads
 from tests.golden_engine import CASES, golden_llm
 
@@ -108,8 +108,8 @@ def run(algorithm: str | None, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, se
 def test_an_engine_runs_on_its_threads_with_the_same_text(
     algorithm: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu_threads, "PROBE_INTERVAL", 2)  # steps run both ways
-    monkeypatch.setattr(cpu_threads, "LAST_PROBE", 2)
+    monkeypatch.setattr(thread_tuner, "PROBE_INTERVAL", 2)  # steps run both ways
+    monkeypatch.setattr(thread_tuner, "LAST_PROBE", 2)
     texts, seen, said = run(algorithm, monkeypatch)
     assert 1 in seen and len(seen) == 2 and max(seen) <= 4
     assert said["count"] in seen

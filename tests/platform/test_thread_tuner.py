@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from forerun.platform.cpu_threads import PROBE_INTERVAL, ThreadTuner
+from forerun.platform.thread_tuner import PROBE_INTERVAL, ThreadTuner
 
 ONE, STALL = 1e-3, 4e-3  # seconds: of a step on one thread, and of one that lost a core
 

@@ -45,8 +45,9 @@ from forerun.executor.step.timing import StepTimer
 from forerun.grammar.compiler import GrammarCompiler
 from forerun.grammar.mask_threads import MaskThreads
 from forerun.grammar.state import GrammarState
-from forerun.platform.cpu_threads import CpuThreads, ThreadTuner
+from forerun.platform.cpu_threads import CpuThreads
 from forerun.platform.device import running_on
+from forerun.platform.thread_tuner import ThreadTuner
 from forerun.sampling.logprobs import LogprobQuery
 from forerun.sampling.sampler import SamplingFlags
 from forerun.speculative.base import HostTokens
