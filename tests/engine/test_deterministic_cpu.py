@@ -11,6 +11,7 @@ from forerun import ConfigError
 from forerun.config.engine_config import EngineConfig
 from forerun.executor.fixed_order import cpu_has_fixed_order
 from forerun.kernels.cpu import library
+from forerun.models.llama import LlamaForCausalLM
 from tests.golden_engine import golden_llm
 
 needs_kernels = pytest.mark.skipif(
@@ -67,4 +68,4 @@ def test_ranks_add_up_in_their_order_where_they_are_asked_to(with_cpu_kernels: N
     attention: Any = SimpleNamespace(choices={})
     for ranks, asked, said in ((1, None, True), (2, None, False), (2, True, True)):
         config = EngineConfig("x", tp_size=ranks, enable_deterministic_inference=asked)
-        assert cpu_has_fixed_order(config, attention) is said
+        assert cpu_has_fixed_order(config, LlamaForCausalLM, attention) is said

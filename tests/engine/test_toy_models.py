@@ -67,6 +67,16 @@ def test_rows_of_an_lm_head_of_another_kind_are_refused() -> None:
             model.head_logits(torch.zeros(1, 8))
 
 
+def test_bits_of_other_packages_models_are_not_promised() -> None:
+    with toy_llm(ToyRecurrentForCausalLM) as llm:
+        said = llm.explain()
+    why = "ToyRecurrentForCausalLM is not one of Forerun's models"
+    assert not said["deterministic_inference"] and why in said["same_text"]
+    assert not said["threads"]["tuned"]  # times of steps would decide about bits
+    with pytest.raises(ConfigError, match=why):
+        toy_llm(ToyRecurrentForCausalLM, enable_deterministic_inference=True)
+
+
 @cache
 def prompts() -> list[list[int]]:
     """Three prompts with a common prefix of some pages, and two short ones."""

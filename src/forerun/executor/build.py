@@ -7,6 +7,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +139,7 @@ class _Builder:
         explain |= _explain_parts(executor, settings.threads)
         explain["custom_all_reduce"] = self.comm.peers is not None
         log.info("engine: %s", explain)
-        with running_on(settings.device, executor.num_threads):
+        with running_on(settings.device, executor.num_threads()):
             costs, draft_costs = self._costs(executor), self._draft_costs(executor)
         executor.info = ExecutorInfo(
             limits=limits,
@@ -401,7 +402,7 @@ def _explain_parts(executor: DeviceExecutor, threads: CpuThreads | None) -> dict
     kinds.update(experts.quantized_gemm for experts in model.modules(Experts))
     attentions = model.modules(ProjectedAttention)
     return {
-        "threads": threads and {"count": executor.num_threads, "reason": threads.reason},
+        "threads": threads and asdict(threads),
         "quantized_weights": {kind: count for kind, count in kinds.items() if kind},
         "kv_scales": sum(each.kv_scales != KVScales() for each in attentions),
     }

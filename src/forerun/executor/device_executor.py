@@ -100,10 +100,12 @@ class DeviceExecutor:
         self._info: ExecutorInfo | None = None
         self.recorder = StepRecorder(step.tables.device)
 
-    @property
-    def num_threads(self) -> int | None:
-        """Intra-op threads of the next step; None: those of the calling thread."""
-        if self.tuner is not None:
+    def num_threads(self, with_prompts: bool = False) -> int | None:
+        """Intra-op threads of the next step; None: those of the calling thread.
+
+        Operations of prompts are long enough for all threads, whatever else runs.
+        """
+        if self.tuner is not None and not with_prompts:
             return self.tuner.count
         return None if self._threads is None else self._threads.count
 
@@ -123,7 +125,7 @@ class DeviceExecutor:
 
     @torch.inference_mode()
     def _launch(self, plan: StepPlan) -> PendingDeviceStep:
-        with running_on(self.tables.device, self.num_threads):
+        with running_on(self.tables.device, self.num_threads(bool(plan.prefill))):
             clock = self._clock = StepClock.after(self._clock, self.tables.device)
             if plan.cleared_pages:
                 self.step.clear_pages(plan.cleared_pages)

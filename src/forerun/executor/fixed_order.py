@@ -16,11 +16,13 @@ from forerun.executor.attention_setup import AttentionSetup
 from forerun.kernels.cpu import library
 from forerun.models.base import CausalLM
 from forerun.models.olmo2 import AllHeadsNorm
-from forerun.models.registry import TRANSFORMERS
+from forerun.models.registry import TRANSFORMERS, target_class
 from forerun.platform.device import dtype_name
 
 if TYPE_CHECKING:
     from forerun.executor.resolve import Settings
+
+_PACKAGE = __name__.partition(".")[0]
 
 
 def has_fixed_order(
@@ -38,7 +40,8 @@ def has_fixed_order(
     if not config.enable_deterministic_inference:
         return False
     on_gpu = device.type == "cuda"
-    reasons = _missing_on_gpu(config, model, dtype) if on_gpu else _missing_on_cpu(config)
+    missing = _missing_on_gpu(config, model, dtype) if on_gpu else _missing_on_cpu(config)
+    reasons = missing + _missing_in(type(model))
     if reasons:
         where = "GPU" if on_gpu else "CPU"
         raise ConfigError(
@@ -48,9 +51,12 @@ def has_fixed_order(
     return True
 
 
-def cpu_has_fixed_order(config: EngineConfig, attention: AttentionSetup) -> bool:
+def cpu_has_fixed_order(
+    config: EngineConfig, model: type[CausalLM], attention: AttentionSetup
+) -> bool:
     """Whether it is so on this CPU, asked for or not; `attention`: of the target."""
-    return not _missing_on_cpu(config) and _attends_in_fixed_order(attention)
+    missing = _missing_on_cpu(config) + _missing_in(model)
+    return not missing and _attends_in_fixed_order(attention)
 
 
 def _attends_in_fixed_order(attention: AttentionSetup) -> bool:
@@ -76,6 +82,7 @@ def _cure(settings: Settings) -> str:
             missing.append("the attention backend's sums depend on the batch")
     else:
         missing = [] if settings.dtype == torch.bfloat16 else ["it needs bfloat16"]
+    missing += _missing_in(target_class(settings.target, settings.config.model_impl))
     return f"cannot be had: {'; '.join(missing)}" if missing else "makes every bit equal"
 
 
@@ -93,6 +100,13 @@ def _missing_on_cpu(config: EngineConfig) -> list[str]:
         (config.mamba_ssm_dtype != "float32", f"mamba_ssm_dtype {config.mamba_ssm_dtype}"),
     )
     return missing + [f"{what}: no fixed order of sums yet" for wanted, what in asked if wanted]
+
+
+def _missing_in(model: type[CausalLM]) -> list[str]:
+    """Models of other packages compute as they like; most have layers of PyTorch."""
+    if model.__module__.partition(".")[0] == _PACKAGE:
+        return []
+    return [f"{model.__qualname__} is not one of Forerun's models: no fixed order of sums"]
 
 
 def _missing_on_gpu(config: EngineConfig, model: CausalLM, dtype: torch.dtype) -> list[str]:

@@ -124,7 +124,7 @@ def resolve(
     where = Placement(device, dtype, kv_dtype, graphs, arch, comm.size, draft_kv_dtype, fixed_order)
     attention = choose_attention(config, model, caps, where)
     if device.type == "cpu":
-        fixed_order = cpu_has_fixed_order(config, attention[0])
+        fixed_order = cpu_has_fixed_order(config, type(model), attention[0])
     limits = _limits(config, target, caps, attention, device, overlap_depth)
     attention, limits = _with_windows(attention, limits, max(0, caps.prefix_lookahead - 1))
     threads = _threads(model, device, fixed_order, comm)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ class CpuThreads:
             weight_bytes: size of the target's weights in memory.
             fixed_order: no bit depends on the number of threads. Else small models have one.
         """
-        current = torch.get_num_threads()
+        current = _blocks.outside()
         for name in VARIABLES:
             if os.environ.get(name):
                 return cls(current, f"{name} is set")
@@ -61,11 +62,42 @@ def intra_op_threads(count: int) -> Iterator[None]:
     if before == count:
         yield
         return
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+    with _blocks.inside(before):
+        torch.set_num_threads(count)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
+
+
+class _Blocks:
+    """What the number of threads is outside of all blocks.
+
+    A thread that begins while another is in a block has the number of that block.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open = 0
+        self._outside = 0
+
+    @contextmanager
+    def inside(self, before: int) -> Iterator[None]:
+        with self._lock:
+            self._outside = before if self._open == 0 else self._outside
+            self._open += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._open -= 1
+
+    def outside(self) -> int:
+        with self._lock:
+            return self._outside if self._open else torch.get_num_threads()
+
+
+_blocks = _Blocks()
 
 
 def cpu_shares(count: int) -> list[tuple[int, ...]]:

@@ -41,7 +41,8 @@ class DecodeBatch:
     def kind(self) -> Hashable:
         """Steps of one kind take about as long as each other."""
         tokens = self.num_verify_tokens, self.num_rows, self.num_drafting
-        return len(self.slots), tokens, self.flags
+        extra = self.logprobs is not None, self.grammars is not None
+        return len(self.slots), tokens, self.kv_len_ub.bit_length(), self.flags, extra
 
     @property
     def shape(self) -> StepShape:
