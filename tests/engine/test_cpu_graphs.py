@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 
 from forerun import LLM
+from forerun.core.errors import AlgorithmError
+from forerun.executor.device_executor import DeviceExecutor
 from forerun.executor.graphs import cpu as cpu_graphs
 from forerun.executor.graphs.cpu import CpuGraphSteps
-from forerun.executor.graphs.steps import EagerSteps
+from forerun.executor.graphs.steps import DecodeBatch, EagerSteps
+from forerun.executor.step.clock import StepClock
 from forerun.kernels.cpu import library
 
 pytestmark = [
@@ -109,3 +112,22 @@ def test_deferred_observes_are_recorded() -> None:
     got, llm = drafts_after_plain_steps()
     assert any(llm.engine.executor.steps.observes.values())  # type: ignore[attr-defined]
     assert got == want and max(got) > 1
+
+
+def test_an_error_of_the_step_is_not_lost_while_it_is_recorded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = {"speculative_algorithm": "DFLASH", "speculative_adaptive": False}
+    with LLM(**own, speculative_fallback=True) as llm:
+        executor = llm.engine.executor
+        assert isinstance(executor, DeviceExecutor)
+        errors = [AlgorithmError("before its drafts")]
+
+        def check(batch: DecodeBatch, clock: StepClock) -> None:
+            if batch.num_verify_tokens > 1 and errors:
+                executor.step.algorithm.put_back(errors.pop())
+
+        monkeypatch.setattr(executor, "_check_row_layout", check)
+        llm.generate(PROMPTS[0], GREEDY)
+        assert not errors
+        assert llm.stats()["algorithm_failures"] == 1

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib import import_module
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from forerun.kernels.runtime.jit import use_triton
 from forerun.speculative.base import Draft
 
 log = logging.getLogger("forerun")
+T = TypeVar("T")
 
 MAX_TOKENS = 32  # of a recorded step; with more, computing takes longer than calling
 MAX_DEFERRED = 16  # requests of a recorded deferred observe, for the same reason
@@ -142,15 +144,11 @@ class CpuGraphSteps:
         if draft is not None:
             parents = None if draft.parents is None else draft.parents.clone()
             draft = Draft(draft.tokens.clone(), parents)
-        try:
-            with step.dummy_steps():
-                graph, output = CpuGraph.record(lambda: step.decode(slots, key.shape, draft))
-        except NotRecordable as error:
-            width = key.shape.num_verify_tokens
-            log.info("decode %d x %d is not recorded: it reads %s", key.batch, width, error)
+        name = f"decode {key.batch} x {key.shape.num_verify_tokens}"
+        made = self._graph(name, lambda: step.decode(slots, key.shape, draft))
+        if made is None:
             return None
-        if step.algorithm.take_error() is not None:  # the eager step raises it for its requests
-            return None
+        graph, output = made
         self._make_room(graph.nbytes)
         return _Recorded(graph, slots, draft, output)
 
@@ -158,17 +156,26 @@ class CpuGraphSteps:
         step, tables = self.step, self.step.tables
         slots = tables.upload([tables.padding_slot] * size, torch.int64)
         counts = tables.upload([0] * size, torch.int32)
+        made = self._graph(
+            f"deferred observe of {size}",
+            lambda: step.observe_deferred(slots, counts, self._kv_len_ub),
+        )
+        return None if made is None else _RecordedObserve(made[0], slots, counts)
+
+    def _graph(self, name: str, run: Callable[[], T]) -> tuple[CpuGraph, T] | None:
+        """None: it reads values on the host, or the algorithm fails, which the eager step tells."""
+        algorithm = self.step.algorithm
+        earlier = algorithm.take_error()  # of the same step, perhaps
         try:
-            with step.dummy_steps():
-                graph, _ = CpuGraph.record(
-                    lambda: step.observe_deferred(slots, counts, self._kv_len_ub)
-                )
+            with self.step.dummy_steps():
+                made = CpuGraph.record(run)
         except NotRecordable as error:
-            log.info("deferred observe of %d is not recorded: it reads %s", size, error)
+            log.info("%s is not recorded: it reads %s", name, error)
             return None
-        if step.algorithm.take_error() is not None:
-            return None
-        return _RecordedObserve(graph, slots, counts)
+        finally:
+            failed = algorithm.take_error() is not None
+            algorithm.put_back(earlier)
+        return None if failed else made
 
     def _make_room(self, size: int) -> None:
         """Drops the oldest steps where all together would take too much memory."""

@@ -39,6 +39,10 @@ class SafeAlgorithm:
         error, self._error = self._error, None
         return error
 
+    def put_back(self, error: AlgorithmError | None) -> None:
+        """Undoes a `take_error`: what it returned is the first error again."""
+        self._error = error or self._error
+
     def disable(self) -> None:
         """Stops calling the algorithm."""
         self._disabled = True
