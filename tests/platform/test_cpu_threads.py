@@ -16,7 +16,6 @@ from forerun.executor.graphs.steps import DecodeBatch
 from forerun.executor.step.inputs import PrefillBatch, PrefillTokens
 from forerun.platform import cpu_threads, thread_tuner
 from forerun.platform.cpu_threads import SMALL_WEIGHTS, CpuThreads, intra_op_threads
-from forerun.platform.thread_tuner import ThreadTuner
 from tests.golden_engine import CASES, golden_llm
 
 
@@ -100,13 +99,14 @@ def test_a_thread_that_begins_within_a_block_of_another() -> None:
     assert found == [(3, CpuThreads(4, "all physical cores"))]
 
 
+@pytest.mark.usefixtures("four_cores")
 def test_prompts_have_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     with golden_llm(None) as llm:
         executor = llm.engine.executor
         assert isinstance(executor, DeviceExecutor)
-        executor.tuner, executor._threads = ThreadTuner(2), CpuThreads(2, "small", tuned=True)
+        assert executor.tuner is not None
         executor.tuner.count = 1
-        assert (executor.num_threads(), executor.num_threads(with_prompts=True)) == (1, 2)
+        assert (executor.num_threads(), executor.num_threads(with_prompts=True)) == (1, 4)
         seen = set()
         prefill = executor.steps.prefill
 
@@ -116,7 +116,7 @@ def test_prompts_have_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setattr(executor.steps, "prefill", spied)
         llm.generate(input_ids=CASES[0]["prompt"], sampling_params={"max_new_tokens": 2})
-        assert seen == {2}
+        assert seen == {4}
 
 
 def run(algorithm: str | None, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, set[int], Any]:

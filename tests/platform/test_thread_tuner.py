@@ -21,7 +21,7 @@ class Machine:
         self.ratio, self.stalls, self._random = ratio, stalls, random.Random(0)
         self.seconds = 0.0  # of all steps
 
-    def step(self, count: int, length: float = 1.0) -> float:
+    def step(self, count: int, length: float) -> float:
         taken = ONE * length * (1.0 if count == 1 else self.ratio)
         taken *= self._random.uniform(0.95, 1.1)
         if count > 1 and self._random.random() < self.stalls:
@@ -30,12 +30,18 @@ class Machine:
         return taken
 
 
-def run(tuner: ThreadTuner, machine: Machine, steps: int, kind: object = "plain") -> Counter[int]:
-    """How many steps ran on how many threads."""
+def run(
+    tuner: ThreadTuner,
+    machine: Machine,
+    steps: int,
+    kind_of: Callable[[int], tuple[object, float]] = lambda at: ("plain", 1.0),
+) -> Counter[int]:
+    """How many steps ran on how many threads; `kind_of` gives the kind and length of each."""
     counts: Counter[int] = Counter()
-    for _ in range(steps):
+    for at in range(steps):
+        kind, length = kind_of(at)
         counts[tuner.count] += 1
-        tuner.record(kind, machine.step(tuner.count))
+        tuner.record(kind, machine.step(tuner.count, length))
     return counts
 
 
@@ -72,11 +78,8 @@ def test_rare_stalls_do_not_matter() -> None:
 def test_times_of_kinds_are_compared_with_their_own() -> None:
     """A wide step takes four times as long as a plain one, on one thread and on two."""
     tuner, machine = ThreadTuner(2), Machine(0.65)
-    counts: Counter[int] = Counter()
-    for at in range(4000):
-        wide = at // 50 % 2 == 1
-        counts[tuner.count] += 1
-        tuner.record(wide, machine.step(tuner.count, 4.0 if wide else 1.0))
+    kinds = ("plain", 1.0), ("wide", 4.0)
+    counts = run(tuner, machine, 4000, lambda at: kinds[at // 50 % 2])
     assert counts[1] < 4 + 4000 / PROBE_INTERVAL
     assert tuner.ratio == pytest.approx(0.65, abs=0.05)
 
@@ -84,10 +87,7 @@ def test_times_of_kinds_are_compared_with_their_own() -> None:
 def test_steps_that_grow_longer() -> None:
     """Contexts grow: each step takes longer than the one before."""
     tuner, machine = ThreadTuner(2), Machine(0.75)
-    counts: Counter[int] = Counter()
-    for at in range(4000):
-        counts[tuner.count] += 1
-        tuner.record("plain", machine.step(tuner.count, 1 + at / 2000))
+    counts = run(tuner, machine, 4000, lambda at: ("plain", 1 + at / 2000))
     assert counts[2] > 3900
 
 

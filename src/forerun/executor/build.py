@@ -55,7 +55,6 @@ from forerun.models.dummy_weights import DUMMY_FORMATS
 from forerun.models.loader import load_target_at, load_transformers_target
 from forerun.models.registry import TRANSFORMERS
 from forerun.models.stop_ids import tokenizer_folder, union
-from forerun.platform.cpu_threads import CpuThreads
 from forerun.platform.device import dtype_name, running_on
 from forerun.platform.progress import progress
 from forerun.speculative.base import DraftContext, SlotContext, SpeculativeAlgorithm, TargetHandle
@@ -134,11 +133,15 @@ class _Builder:
         if self.comm.size == 1:
             executor.mask_threads = MaskThreads()
         memory = self.memory.report(profiled)
-        measure_threads(executor)
         explain = _explain(settings, budget, self.piece_buckets, memory)
-        explain |= _explain_parts(executor, settings.threads)
+        kinds = Counter(linear.quantized_gemm for linear in model.modules(LinearBase))
+        kinds.update(experts.quantized_gemm for experts in model.modules(Experts))
+        explain["quantized_weights"] = {kind: count for kind, count in kinds.items() if kind}
+        attentions = model.modules(ProjectedAttention)
         explain["custom_all_reduce"] = self.comm.peers is not None
+        explain["kv_scales"] = sum(each.kv_scales != KVScales() for each in attentions)
         log.info("engine: %s", explain)
+        measure_threads(executor)
         with running_on(settings.device, executor.num_threads()):
             costs, draft_costs = self._costs(executor), self._draft_costs(executor)
         executor.info = ExecutorInfo(
@@ -395,19 +398,6 @@ class _Builder:
         )
 
 
-def _explain_parts(executor: DeviceExecutor, threads: CpuThreads | None) -> dict[str, Any]:
-    """What is known once the target is loaded."""
-    model = executor.step.model
-    kinds = Counter(linear.quantized_gemm for linear in model.modules(LinearBase))
-    kinds.update(experts.quantized_gemm for experts in model.modules(Experts))
-    attentions = model.modules(ProjectedAttention)
-    return {
-        "threads": threads and asdict(threads),
-        "quantized_weights": {kind: count for kind, count in kinds.items() if kind},
-        "kv_scales": sum(each.kv_scales != KVScales() for each in attentions),
-    }
-
-
 def _explain(
     settings: Settings, budget: KVBudget, piece_buckets: list[int], memory: dict[str, int]
 ) -> dict[str, Any]:
@@ -430,6 +420,7 @@ def _explain(
         "device": str(settings.device),
         "tp_size": settings.config.tp_size,
         "ep_size": settings.config.ep_size,
+        "threads": None if settings.threads is None else asdict(settings.threads),
         "dtype": dtype_name(settings.dtype),
         "kv_cache_dtype": dtype_name(settings.kv_dtype),
         "algorithm": settings.config.speculative_algorithm or "NONE",

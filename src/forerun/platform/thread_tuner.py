@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 
-# Of a step's time on several threads over that on one: below which steps get several, and above
-# which they get one again.
-SEVERAL_PAY, ONE_PAYS = 0.9, 1.0
+# Time of a step on several threads over its time on one: below the first steps get several threads,
+# above the second one again.
+SEVERAL_BELOW, ONE_ABOVE = 0.9, 1.0
 # Weights of a step's time among those before it.
 ONE_WEIGHT, SEVERAL_WEIGHT, PROBE_WEIGHT = 1 / 8, 1 / 32, 1 / 4
 LONGEST = 4.0  # times as long as on one thread: what a step on several counts at most
 # Steps on several threads from one probe (on one thread) to the next. Those on one are probed
 # sooner at first, and more and more rarely while several keep failing.
 PROBE_INTERVAL, FIRST_PROBE, LAST_PROBE = 128, 8, 512
-PROBED = 4  # steps of a probe on several threads; the first one finds the others asleep
+PROBE_STEPS = 4  # steps of a probe on several threads; the first one finds the others asleep
 SETTLED = 4  # steps of a kind in a row, after which it is timed on one thread if it never was
 
 
@@ -26,18 +26,20 @@ class ThreadTuner:
     """One thread or several for the next step, by the times of those before it.
 
     Times are compared among steps of one kind: of the same batch, tokens and operations. Now and
-    then a step, or some of them, are a probe: they run the other way.
+    then a step, or a few, are a probe: on one thread instead of several, or the other way round.
     """
 
     def __init__(self, most: int) -> None:
-        self.count = self.several = most  # of the next step; where that is not one
+        self.count = most  # threads of the next step
+        self.several = most  # what it is where it is not 1
         self.ratio = 1.0  # of a step's time on several threads over that on one
         self._on_one: dict[Hashable, float] = {}  # seconds by kind
         self._kind: Hashable = None  # of the last step
         self._alike = 0  # steps of that kind in a row
-        self._pay = True  # several do
-        self._since = self._unprobed = 0  # steps since that changed, and since the last probe
-        self._probe = 0  # steps of a probe that are still to run
+        self._uses_several = True  # but for probes
+        self._since_switch = 0  # steps since that changed
+        self._since_probe = 0  # steps from the last probe on
+        self._probe_left = 0  # steps of a probe that are still to run
         self._interval = FIRST_PROBE  # of probes while one thread is used
 
     def measure(self, seconds: Callable[[int], float]) -> None:
@@ -53,42 +55,44 @@ class ThreadTuner:
                 break
             shortest, self.several = taken, count
         self.ratio = shortest / one
-        self._pay = self.ratio < SEVERAL_PAY
-        self.count = self.several if self._pay else 1
+        self._uses_several = self.ratio < SEVERAL_BELOW
+        self.count = self.several if self._uses_several else 1
 
     def record(self, kind: Hashable, seconds: float) -> None:
         """The time of one step, which ran on `count` threads."""
         self._alike = self._alike + 1 if kind == self._kind else 1
         self._kind = kind
-        self._since += 1
-        self._unprobed += 1
-        before = self._on_one.get(kind)
+        self._since_switch += 1
+        self._since_probe += 1
         if self.count == 1:
-            # Of a step that something held up, as much as twice the time.
-            weight = PROBE_WEIGHT if self._pay else ONE_WEIGHT
-            change = 0.0 if before is None else weight * min(seconds - before, before)
-            self._on_one[kind] = seconds if before is None else before + change
-        elif before is not None and self._probe < PROBED:
-            weight = SEVERAL_WEIGHT if self._pay else PROBE_WEIGHT
-            self.ratio += weight * (min(seconds / before, LONGEST) - self.ratio)
-            self._switch(self.ratio < (ONE_PAYS if self._pay else SEVERAL_PAY))
-        self._probe = self._probe - 1 if self._probe else self._due(kind)
-        self.count = self.several if self._pay != bool(self._probe) else 1
+            on_one = self._on_one.get(kind, seconds)
+            weight = PROBE_WEIGHT if self._uses_several else ONE_WEIGHT
+            # A step that something held up counts as twice the time at most.
+            self._on_one[kind] = on_one + weight * min(seconds - on_one, on_one)
+        elif kind in self._on_one and self._probe_left < PROBE_STEPS:
+            weight = SEVERAL_WEIGHT if self._uses_several else PROBE_WEIGHT
+            self.ratio += weight * (min(seconds / self._on_one[kind], LONGEST) - self.ratio)
+            self._switch(self.ratio < (ONE_ABOVE if self._uses_several else SEVERAL_BELOW))
+        self._probe_left = self._probe_left - 1 if self._probe_left else self._due(kind)
+        self.count = self.several if self._uses_several != bool(self._probe_left) else 1
 
-    def _switch(self, pay: bool) -> None:
-        if pay == self._pay:
+    def _switch(self, several: bool) -> None:
+        if several == self._uses_several:
             return
-        if self._pay and self._since >= PROBE_INTERVAL:  # several were good for long
+        if self._uses_several and self._since_switch >= PROBE_INTERVAL:  # it was good for long
             self._interval = FIRST_PROBE
-        self._pay, self._since, self._unprobed, self._probe = pay, 0, 0, 0
+        self._uses_several = several
+        self._since_switch = self._since_probe = self._probe_left = 0
 
     def _due(self, kind: Hashable) -> int:
         """Steps of a probe that begins now."""
-        if self._pay:
+        if self._uses_several:
             unknown = kind not in self._on_one and self._alike >= SETTLED
-            steps = int(unknown or self._unprobed >= PROBE_INTERVAL)
+            steps = int(unknown or self._since_probe >= PROBE_INTERVAL)
         else:
-            steps = PROBED if self._unprobed >= self._interval else 0
-            self._interval = min(2 * self._interval, LAST_PROBE) if steps else self._interval
-        self._unprobed = 0 if steps else self._unprobed
+            steps = PROBE_STEPS if self._since_probe >= self._interval else 0
+            if steps:
+                self._interval = min(2 * self._interval, LAST_PROBE)
+        if steps:
+            self._since_probe = 0
         return steps
