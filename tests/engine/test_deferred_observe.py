@@ -97,6 +97,9 @@ def test_captured_steps_equal_eager_steps(name: str, chain_llm: Callable[..., LL
     for disabled in (False, True):  # 7: batches that are padded to a bucket
         settings = {"disable_cuda_graph": disabled, "max_running_requests": 7}
         with engine(name, chain_llm, overlap_depth=1, **settings) as llm:
+            if not disabled:
+                steps = llm.engine.executor.steps  # type: ignore[attr-defined]
+                assert sorted(steps.observes) == steps.sizes
             seen.append([turn[:2] for turn in conversation(llm)])
     assert seen[0] == seen[1]
 
@@ -163,7 +166,8 @@ def test_eager_drafts_around_captured_verify_passes(
             run_eagerly(name, monkeypatch)
         # 7: batches that fill no bucket
         with engine(name, chain_llm, overlap_depth=1, max_running_requests=7) as llm:
-            assert llm.engine.executor.steps.captured  # type: ignore[attr-defined]
+            steps = llm.engine.executor.steps  # type: ignore[attr-defined]
+            assert steps.captured and bool(steps.observes) is (deferred and not eager)
             found.append([turn[:2] for turn in conversation(llm)])
     assert found[0] == found[1]
 

@@ -5,7 +5,8 @@ batch takes the smallest bucket that holds it and is filled up with the padding 
 takes the smallest that verifies as many tokens; what it has room for beyond goes to drafts too. As
 there are many of these, greedy requests share the graphs of sampled ones. An algorithm whose drafts
 have no fixed shape proposes and observes eagerly, before and after a captured verify pass. Batches
-that do more with the logits than sampling replay two parts (`split.py`).
+that do more with the logits than sampling replay two parts (`split.py`). Deferred observes are
+graphs of their own, one per bucket.
 
 Short prompts are captured too, up to 16 together, each padded to a bucket of tokens: launching
 their kernels one by one takes the host longer than the GPU needs to run them. Other prefills may be
@@ -128,6 +129,14 @@ class _DecodeGraph:
 
 
 @dataclass
+class _ObserveGraph:
+    graph: torch.cuda.CUDAGraph
+    slots: Tensor  # [bucket] int64, static
+    counts: Tensor  # [bucket] int32, static
+    buffers: StepBuffers | None  # of attention backends that plan on the host
+
+
+@dataclass
 class _PrefillGraph:
     graph: torch.cuda.CUDAGraph
     slots: Tensor  # [prompts] int64, static
@@ -176,6 +185,8 @@ class CudaGraphSteps:
         self.piecewise = PiecewisePrefill(step, piece_buckets)
         self._decode: dict[tuple[PassShape, SamplingFlags], _DecodeGraph] = {}
         self._split: dict[PassShape, SplitStep | None] = {}
+        self._captures_observe = step.deferred is not None and step.captures_drafts
+        self.observes: dict[int, _ObserveGraph] = {}  # by batch bucket
         self._prefill: dict[CapturedPrompts, _PrefillGraph] = {}
         self._buffers: dict[PassShape, StepBuffers | None] = {}
         self._results: dict[PassShape, HostResults] = {}
@@ -192,14 +203,14 @@ class CudaGraphSteps:
 
     def num_decode(self, sizes: Sequence[int]) -> int:
         """Number of decode steps that `capture` records of these batch buckets."""
-        return sum(len(self._flags_of(key)) for key in self._passes(sizes))
+        passes = (key for size in sizes for key in self._passes(size))
+        return sum(len(self._flags_of(key)) for key in passes) + len(sizes) * self._captures_observe
 
-    def _passes(self, sizes: Sequence[int]) -> Iterator[PassShape]:
-        for size in sizes:
-            for width, rows in self.shapes[size]:
-                yield PassShape(size, width, rows)
-                if drafting := self._some_of(size, width, rows):
-                    yield PassShape(size, width, rows, drafting)
+    def _passes(self, size: int) -> Iterator[PassShape]:
+        for width, rows in self.shapes[size]:
+            yield PassShape(size, width, rows)
+            if drafting := self._some_of(size, width, rows):
+                yield PassShape(size, width, rows, drafting)
 
     def _flags_of(self, key: PassShape) -> tuple[SamplingFlags, ...]:
         """The flags of its graphs, the fewest operations first."""
@@ -224,8 +235,8 @@ class CudaGraphSteps:
         """
         self.capture_some(self.sizes, self.prompts, self.piecewise.buckets, progress)
         with self.step.dummy_steps():
-            if self.step.deferred is not None:
-                self._compile_deferred()
+            if self.step.deferred is not None and not self._captures_observe:
+                self._compile_observe()
             self._compile_sampling()
 
     @torch.inference_mode()
@@ -242,10 +253,14 @@ class CudaGraphSteps:
         self._pool = torch.cuda.graph_pool_handle()
         report = progress or (lambda name: None)
         with self.step.dummy_steps():
-            for key in reversed(list(self._passes(sizes))):
-                for flags in self._flags_of(key):
-                    report(f"decode {key} {_sampling(flags)}")
-                    self._decode[key, flags] = self._capture_decode(key, flags)
+            for size in reversed(sizes):
+                for key in reversed(list(self._passes(size))):
+                    for flags in self._flags_of(key):
+                        report(f"decode {key} {_sampling(flags)}")
+                        self._decode[key, flags] = self._capture_decode(key, flags)
+                if self._captures_observe:
+                    report(f"deferred observe of {size}")
+                    self.observes[size] = self._capture_observe(size)
             for prefill in reversed(prompts):
                 report(f"prefill {prefill.size} x {prefill.tokens} {_sampling(prefill.flags)}")
                 self._prefill[prefill] = self._capture_prefill(prefill)
@@ -259,6 +274,7 @@ class CudaGraphSteps:
         """Frees all graphs."""
         self._decode.clear()
         self._split.clear()
+        self.observes.clear()
         self._buffers.clear()
         self._results.clear()
         self._prefill.clear()
@@ -308,6 +324,14 @@ class CudaGraphSteps:
             device = self.step.tables.device
             self._results[key] = HostResults(key.size, key.width, device, trees, ragged)
         return self._results[key]
+
+    def _capture_observe(self, size: int) -> _ObserveGraph:
+        step, slots, buffers = self.step, self._padding(size), self.step.plan_buffers(size)
+        counts = torch.zeros(size, dtype=torch.int32, device=slots.device)
+        graph, _ = self._captured(
+            lambda: step.observe_deferred(slots, counts, self.kv_len_ub, buffers)
+        )
+        return _ObserveGraph(graph, slots, counts, buffers)
 
     def _capture_prefill(self, prompts: CapturedPrompts) -> _PrefillGraph:
         step, slots = self.step, self._padding(prompts.size)
@@ -365,7 +389,7 @@ class CudaGraphSteps:
         self._raise(self.step.algorithm.take_error() or failed)
         return graph, output
 
-    def _compile_deferred(self) -> None:
+    def _compile_observe(self) -> None:
         """Runs deferred observes of all batch sizes, so that their kernels compile at start.
 
         `_eager` keeps their buffers: a library may still copy a plan out of pinned memory.
@@ -381,7 +405,8 @@ class CudaGraphSteps:
         step, sampler = self.step, self.step.sampler
         groups = {
             (last - first, key.width)
-            for key in self._passes(self.sizes)
+            for size in self.sizes
+            for key in self._passes(size)
             for first, last in sampler.groups(key.size, key.width)
         }
         for size, width in sorted(groups):
@@ -439,7 +464,7 @@ class CudaGraphSteps:
         slots, count = self._padded(batch.slots), len(batch.slots)
         captured = self._decode[self._graph_of(batch, len(slots))]
         if slots != captured.last_slots:
-            self._fill_slots(captured.slots, slots)
+            self._fill(captured.slots, slots)
             captured.last_slots = slots
         if captured.draft is not None:
             self._fill_draft(captured.draft, self._eager.propose(batch), count)
@@ -463,7 +488,7 @@ class CudaGraphSteps:
         split = self._split[key]
         if split is None:
             return self._eager.decode(batch)
-        self._fill_slots(split.slots, slots)
+        self._fill(split.slots, slots)
         if split.draft is not None:
             self._fill_draft(split.draft, self._eager.propose(batch), len(batch.slots))
         if split.buffers is not None:
@@ -487,7 +512,15 @@ class CudaGraphSteps:
         slots = self._padded(batch.slots)
         counts = [*batch.counts, *[0] * (len(slots) - len(batch.slots))]
         lengths = batch.lengths.padded(len(slots))
-        self._eager.observe_deferred(DeferredBatch(slots, counts, self.kv_len_ub, lengths))
+        captured = self.observes.get(len(slots))
+        if captured is None:
+            padded = DeferredBatch(slots, counts, self.kv_len_ub, lengths)
+            return self._eager.observe_deferred(padded)
+        self._fill(captured.slots, slots)
+        self._fill(captured.counts, counts)
+        if captured.buffers is not None:
+            captured.buffers.begin(lengths)
+        captured.graph.replay()
 
     def prefill(self, batch: PrefillBatch) -> PrefillTokens:
         captured = None
@@ -499,8 +532,8 @@ class CudaGraphSteps:
         padding = size - num_prompts
         slots = [chunk.slot for chunk in batch.chunks] + [tables.padding_slot] * padding
         counts = [chunk.num_tokens for chunk in batch.chunks] + [1] * padding
-        captured.slots.copy_(tables.upload(slots, torch.int64), non_blocking=True)
-        captured.counts.copy_(tables.upload(counts, torch.int32), non_blocking=True)
+        self._fill(captured.slots, slots)
+        self._fill(captured.counts, counts)
         captured.graph.replay()
         out, ends = captured.output, range(num_prompts)
         pooled = None if batch.pooled is None else batch.pooled.sums(out.hidden_states, ends)
@@ -550,8 +583,8 @@ class CudaGraphSteps:
         size = self.sizes[bisect.bisect_left(self.sizes, len(slots))]
         return (*slots, *[self.step.tables.padding_slot] * (size - len(slots)))
 
-    def _fill_slots(self, static: Tensor, slots: Sequence[int]) -> None:
-        static.copy_(self.step.tables.upload(slots, torch.int64), non_blocking=True)
+    def _fill(self, static: Tensor, values: Sequence[int]) -> None:
+        static.copy_(self.step.tables.upload(values, static.dtype), non_blocking=True)
 
     @staticmethod
     def _fill_draft(static: Draft, draft: Draft | None, count: int) -> None:
