@@ -44,24 +44,26 @@ def test_a_block_draft(forerun) -> None:
 
 
 def test_whether_a_draft_fits_its_target(forerun, tmp_path: Path) -> None:
-    def fits(draft: Path) -> Any:
+    def fits(draft: Path) -> tuple[int, Any]:
         given = (
             "--speculative-draft-model-path",
             str(draft),
             "--model-path",
             str(HEADS / "target"),
         )
-        return json.loads(forerun("doctor", *given, "--json").out)["draft"].get("fits_the_target")
+        result = forerun("doctor", *given, "--json")
+        return result.code, json.loads(result.out)["draft"].get("fits_the_target")
 
     name = "dspark-speculators-b5"
-    assert fits(HEADS / name) == "yes"
+    assert fits(HEADS / name) == (0, "yes")
     shutil.copytree(HEADS / name, tmp_path / name)
     config = json.loads((tmp_path / name / "config.json").read_text())
     assert config["aux_hidden_state_layer_ids"][-1] < 77
     config["aux_hidden_state_layer_ids"][-1] = 77
     (tmp_path / name / "config.json").write_text(json.dumps(config))
-    assert "does not fit the target: it reads layer 76" in fits(tmp_path / name)  # from 1 there
-    assert fits(HEADS / "target") is None  # a model of its own
+    code, reason = fits(tmp_path / name)
+    assert code == 1 and "does not fit the target: it reads layer 76" in reason  # from 1 there
+    assert fits(HEADS / "target") == (0, None)  # a model of its own
 
 
 EXPECTED: dict[str, tuple[Callable[[Path], Any], dict[str, Any]]] = {
@@ -218,8 +220,9 @@ def test_what_is_wrong_with_a_draft(forerun, tmp_path) -> None:
     shutil.copy(source / "model.safetensors", tmp_path)
     config["dflash_config"]["gru_hidden_dim"] = 16
     (tmp_path / "config.json").write_text(json.dumps(config))
-    shown = forerun("doctor", "--speculative-draft-model-path", str(tmp_path), "--json").out
-    assert "prefix_gru.weight_ih_l0" in json.loads(shown)["draft"]["weights"]
+    result = forerun("doctor", "--speculative-draft-model-path", str(tmp_path), "--json")
+    assert "prefix_gru.weight_ih_l0" in json.loads(result.out)["draft"]["weights"]
+    assert result.code == 1
     config["dflash_config"]["gru_layers"] = 2
     (tmp_path / "config.json").write_text(json.dumps(config))
     result = forerun("doctor", "--speculative-draft-model-path", str(tmp_path))

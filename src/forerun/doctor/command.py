@@ -21,7 +21,7 @@ from forerun.cli.output import print_json
 from forerun.config.model_config import load_model_config
 from forerun.core.errors import ConfigError
 from forerun.doctor.determinism import Sizes, run_check
-from forerun.doctor.draft import explain_draft, fits_target
+from forerun.doctor.draft import explain_draft, fits_target, is_usable
 from forerun.kernels.cpu import library
 from forerun.kernels.gemm import gemm_int4_sm90
 from forerun.kernels.gemm.config import GemmConfig, TritonGemmConfig
@@ -73,7 +73,8 @@ def doctor(
         str | None,
         typer.Option(
             "--speculative-draft-model-path",
-            help="A draft (folder or Hub name): its kind, layers, what it reads, what is unknown",
+            help="A draft (folder or Hub name): its kind, layers, what it reads, what is unknown."
+            " Exit code 1: weights or target do not fit",
         ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object")] = False,
@@ -109,6 +110,8 @@ def doctor(
         print_json(report)
     else:
         _show(report, Console(highlight=False))
+    if "draft" in report and not is_usable(report["draft"]):
+        raise typer.Exit(1)
 
 
 def _survey(

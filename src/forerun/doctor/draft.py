@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from forerun.models.loader import check_target_files
 from forerun.models.nextn import check_nextn_files, load_nextn_config
 from forerun.speculative import dflash, eagle3, frozen_kv_mtp, nextn, standalone
 
+FITS, NOT_HERE, AS_SAID = "yes", "not here", "as the config says"
 LAST_STATE = "the target's hidden state after its final norm"
 
 
@@ -46,7 +47,12 @@ def fits_target(folder: Path, target: ModelConfig) -> str | None:
         return None
     except ConfigError as error:
         return str(error)
-    return "yes"
+    return FITS
+
+
+def is_usable(draft: Mapping[str, Any]) -> bool:
+    """Whether an engine would take it, by what `explain_draft` and `fits_target` said."""
+    return draft["weights"] in (NOT_HERE, AS_SAID) and draft.get("fits_the_target", FITS) == FITS
 
 
 def _dflash(folder: Path) -> dict[str, Any]:
@@ -186,9 +192,9 @@ def _outputs(ids: tuple[int, ...] | None, size: int) -> str:
 
 def _weights(folder: Path, check: Callable[[], object]) -> str:
     if not any(folder.glob("*.safetensors")):
-        return "not here"
+        return NOT_HERE
     try:
         check()
     except ConfigError as error:
         return str(error)
-    return "as the config says"
+    return AS_SAID
