@@ -5,20 +5,26 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from forerun import LLM
 from forerun.executor.device_executor import DeviceExecutor, device_step
-from forerun.executor.graphs.steps import DeferredBatch, EagerSteps
+from forerun.executor.graphs.cuda import CudaGraphSteps
+from forerun.executor.graphs.steps import DecodeBatch, DeferredBatch, EagerSteps
+from forerun.executor.step.device_step import DeviceStep
+from forerun.executor.step.inputs import DecodeOutput, PrefillBatch, PrefillTokens
 from forerun.kernels.speculation.ring_buffer import ring_buffer_write
 from forerun.scheduler.adaptive_width import FixedWidth
 from forerun.speculative import registry
 from forerun.speculative.base import Draft, ProposeInput
 from tests.engine.test_algorithms import GREEDY, PROMPTS
 from tests.golden_engine import golden_llm
+from tests.stand_in_graphs import StandInRecorder
 
 NAMES = ["DFLASH", "DDTREE", "EAGLE3", "NEXTN", "STANDALONE"]
 # Which steps decode does not depend on the time that others have taken.
@@ -198,6 +204,52 @@ def test_padding_slots_do_not_change_the_output(
         executor.steps = PaddedSteps(executor.step)
         assert conversation(llm) == usual(name, overlap_depth)
         assert executor.tables.kv_len[executor.tables.padding_slot] == 0
+
+
+class CapturedObserves(CudaGraphSteps):
+    """Deferred observes alone are captured, by a stand-in; batches of up to 4."""
+
+    def __init__(self, step: DeviceStep) -> None:
+        super().__init__(step, step.tables.history.shape[1], 4, (1,))
+        self.replays = 0
+        with torch.inference_mode(), step.dummy_steps():
+            for size in reversed(self.sizes):
+                self.observes[size] = self._capture_observe(size)
+
+    def _captured(self, run: Callable[[], Any]) -> tuple[Any, Any]:
+        recorder = StandInRecorder()
+        run()
+        recorder.begin()
+        output = run()
+        again = recorder.end()
+
+        def replay() -> None:
+            self.replays += 1
+            again()
+
+        return SimpleNamespace(replay=replay), output
+
+    def decode(self, batch: DecodeBatch) -> DecodeOutput:
+        return self._eager.decode(batch)
+
+    def prefill(self, batch: PrefillBatch) -> PrefillTokens:
+        return self._eager.prefill(batch)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.usefixtures("without_cpu_kernels")
+def test_captured_observes_are_the_eager_ones(name: str, chain_llm: Callable[..., LLM]) -> None:
+    found = []
+    for captured in (False, True):
+        with engine(name, chain_llm, overlap_depth=1) as llm:
+            executor = llm.engine.executor
+            assert isinstance(executor, DeviceExecutor)
+            if captured:
+                executor.steps = CapturedObserves(executor.step)
+            found.append(conversation(llm))
+            assert not captured or executor.steps.replays  # type: ignore[attr-defined]
+    assert found[0] == found[1]
 
 
 def test_only_states_that_are_read_are_kept(

@@ -98,6 +98,26 @@ def test_a_profile_ends_after_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert recording.stops == 2 and recording.on
 
 
+def test_what_runs_at_the_end_is_written(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    recording = Recording()
+    recording.profiling.close()  # nothing runs
+    recording.profiling.start(params(start_step=5))
+    recording.profiling.close()  # it has not begun
+    assert recording.stops == 0
+    recording = Recording()
+    recording.profiling.start(params())
+    recording.run(DECODE)
+    recording.profiling.close()
+    assert (recording.stops, recording.on) == (1, False) and recording.busy < 0
+    monkeypatch.setattr(profiling, "CLOSE_SECONDS", 0.0)
+    recording.busy = 10**6
+    recording.profiling.start(params())
+    recording.profiling.close()
+    assert "The profile p is lost: later" in caplog.text
+
+
 def test_the_files_are_waited_for() -> None:
     recording = Recording()
     recording.profiling.start(params())

@@ -71,6 +71,16 @@ CASES = [
         wide=False,
     ),
     Case(
+        "top columns, log-probabilities",
+        top_columns._top_columns,
+        {"logits_ptr": "*bf16", "columns_ptr": "*i64"}
+        | dict.fromkeys(("maxima_ptr", "values_ptr", "lse_ptr"), "*fp32")
+        | dict.fromkeys(("vocab", "stride", "blocks", "k"), "i32"),
+        {"K": 32, "BLOCKS": 2048, "COLUMNS": top_columns.COLUMNS},
+        options={"num_warps": 4},
+        wide=False,
+    ),
+    Case(
         "selector walk",
         walk._selector_walk,
         dict.fromkeys(("anchor_ptr", "candidates_ptr", "tokens_ptr"), "*i64")

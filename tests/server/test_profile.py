@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
+import signal
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -112,6 +114,30 @@ def test_stages_have_files_of_their_own(server: LiveServer) -> None:
         )
 
 
+def test_files_of_others_and_files_that_are_gone(server: LiveServer) -> None:
+    for name in ("12", "1"):
+        stem = start(server, profile_id=name, output_dir="numbered")
+        kinds = ("kernels.md", "trace.json.gz")
+        assert stop(server) == [f"{stem}-TP-0.{kind}" for kind in kinds]
+    stem = start(server, num_steps=1, output_dir="gone")
+    server.generate(text=PROMPT, sampling_params=GREEDY)
+    wait_for(Path(f"{stem}-TP-0.kernels.md").exists, 20)
+    wait_for(lambda: not any(p.name.startswith(".") for p in stem.parent.iterdir()), 20)
+    shutil.rmtree(stem.parent)
+    assert stop(server) == []
+
+
+@pytest.mark.exhaustive
+def test_the_end_of_the_server_ends_a_profile(tmp_path: Path) -> None:
+    options = flags(**ENGINE, torch_profiler_dir=tmp_path)
+    with LiveServer(*options) as live:
+        stem = start(live)
+        live.generate(text=PROMPT, sampling_params=GREEDY)
+        live.process.send_signal(signal.SIGTERM)
+        assert live.wait_end() == 0 and "Segfault" not in live.output
+    assert steps(f"{stem}-TP-0.trace.json.gz")["prefill step"] == 1
+
+
 def test_one_at_a_time(server: LiveServer) -> None:
     for method in ("GET", "POST"):
         assert "No profile is running" in error(server.http.request(method, "/stop_profile"))
@@ -140,7 +166,7 @@ def test_one_at_a_time(server: LiveServer) -> None:
         ({"start_step": -1}, "greater than or equal to 0"),
         ({"activities": ["CPU", "MEM"]}, "activities are CPU and GPU, got 'MEM'"),
         ({"activities": ["GPU"]}, "runs on a CPU"),
-        ({"activities": []}, "record nothing"),
+        ({"activities": [], "output_dir": "none"}, "record nothing"),
         ({"merge_profiles": True}, "merge_profiles is not supported yet"),
         ({"profile_prefix": "../x"}, "profile_prefix"),
         ({"profile_by_stages": True}, "Unknown parameter 'profile_by_stages'"),
@@ -151,6 +177,7 @@ def test_refusals(server: LiveServer, body: dict[str, Any], message: str) -> Non
     (root / "file").touch()
     refused = server.http.post("/start_profile", json=body)
     assert refused.status_code == 400 and message in error(refused)
+    assert not (root / "none").exists()
     assert "No profile is running" in error(server.http.post("/stop_profile"))
 
 

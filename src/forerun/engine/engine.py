@@ -293,9 +293,10 @@ class Engine:
         self._stats.mark_flush()
 
     def close(self) -> None:
-        """Flushes spans and closes the executor."""
+        """Flushes spans, writes a profile that runs, and closes the executor."""
         if self._tracing is not None:
             self._tracing.flush()
+        self.profiling.close()
         self.executor.close()
 
     def check(self) -> None:

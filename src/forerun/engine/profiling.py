@@ -6,6 +6,7 @@ The executor records; what to record is decided here, as the ranks of an executo
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter
 
@@ -18,6 +19,7 @@ log = logging.getLogger("forerun")
 
 MAX_STEPS = 1000  # of one profile: its trace may have a megabyte a step
 MAX_SECONDS = 60.0
+CLOSE_SECONDS = 5.0  # until files that are not written yet are given up
 POLL_SECONDS = 0.05  # between two looks whether the files are written
 DECODE, EXTEND = STAGES
 
@@ -93,17 +95,32 @@ class Profiling:
         if enough:
             self._stop()
 
-    def wait_written(self, params: ProfileParams) -> None:
+    def wait_written(self, params: ProfileParams, seconds: float = math.inf) -> None:
         """Waits until the files of a profile that was stopped are written. Any thread may call it.
 
         Raises:
+            BusyError: not in so many seconds.
             RequestError: they were not.
         """
+        end = time.monotonic() + seconds
         while True:
             try:
                 return self._executor.check_profile(params.name)
             except BusyError:
+                if time.monotonic() > end:
+                    raise
                 time.sleep(POLL_SECONDS)
+
+    def close(self) -> None:
+        """Ends the profile that runs, and writes what it has recorded."""
+        params, recorded = self._params, self._recording
+        if params is None or not recorded:
+            return
+        self._stop()
+        try:
+            self.wait_written(params, CLOSE_SECONDS)
+        except (BusyError, RequestError) as error:
+            log.warning("The profile %s is lost: %s", params.name, error)
 
     def _record(self, params: ProfileParams) -> None:
         self._executor.start_profile(params)

@@ -36,6 +36,7 @@ from forerun.layers.sharding import VocabShard
 from forerun.sampling.filters import filtered_weights
 from forerun.sampling.noise import gumbel_scores
 from forerun.sampling.sampler import SamplingFlags, sample
+from forerun.sampling.sort_keys import from_sort_keys, sort_keys
 
 _NO_CANDIDATE = (0x7F800000 << 32) | 0x7FFFFFFF  # an infinite gap
 
@@ -77,14 +78,14 @@ def sample_across(
         weights = filtered_weights(gap, warm, min_p=min_p)
         noisy = gumbel_scores(weights, batch.key[:, None], positions, ids)
         scores = torch.where(greedy[..., None], gap, noisy)
-    best = -comm.all_reduce_max(-_keys(scores, ids).amin(-1))
+    best = -comm.all_reduce_max(-sort_keys(scores, ids).amin(-1))
     if flags.top_k:
         gap, ids = _candidates(gap, ids, comm)
         top_k, top_p = batch.top_k[:, None], batch.top_p[:, None]
         weights = filtered_weights(gap, warm, top_k, top_p if flags.top_p else None, min_p)
         scores = gumbel_scores(weights, batch.key[:, None], positions, ids)
-        best = torch.where((top_k > 0) & ~greedy, _keys(scores, ids).amin(-1), best)
-    return torch.where(largest.isfinite(), best & 0x7FFFFFFF, INVALID_TOKEN)
+        best = torch.where((top_k > 0) & ~greedy, sort_keys(scores, ids).amin(-1), best)
+    return torch.where(largest.isfinite(), from_sort_keys(best)[1], INVALID_TOKEN)
 
 
 def _sample_with_kernels(
@@ -132,20 +133,14 @@ def sample_by_rows(
     return comm.all_gather(tokens.squeeze(1))[:rows].view(positions.shape)
 
 
-def _keys(values: Tensor, ids: Tensor) -> Tensor:
-    """Integers that sort like (value, id): values [..., n] float32, ids [n] or [..., n] int64."""
-    bits = (values + 0.0).view(torch.int32)  # -0 equals 0
-    return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32) | ids
-
-
 def _candidates(gap: Tensor, ids: Tensor, comm: Communicator) -> tuple[Tensor, Tensor]:
     """The smallest gaps of all ranks and their ids, [B, W, MAX_OWN_TOP_K], in order."""
-    keys = _keys(gap, ids)
+    keys = sort_keys(gap, ids)
     missing = max(0, MAX_OWN_TOP_K - keys.shape[-1])
     own = F.pad(keys, (0, missing), value=_NO_CANDIDATE)
     own = own.topk(MAX_OWN_TOP_K, largest=False).values
     keys = comm.all_gather(own).sort(-1).values[..., :MAX_OWN_TOP_K]
-    return (keys >> 32).int().view(torch.float32), keys & 0x7FFFFFFF
+    return from_sort_keys(keys)
 
 
 def _without_stop_tokens(

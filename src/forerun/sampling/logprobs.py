@@ -13,9 +13,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from forerun.core.logprobs import LogprobParams
+from forerun.core.logprobs import MAX_TOP_LOGPROBS, LogprobParams
+from forerun.kernels.drafting.top_columns import has_kernel, top_columns
 from forerun.kernels.sampling.log_sum_exp import log_sum_exp
 from forerun.platform.device import upload
+from forerun.sampling.sort_keys import from_sort_keys, sort_keys
 
 
 @dataclass(frozen=True)
@@ -101,11 +103,12 @@ class LogprobRows:
     def of(cls, logits: Tensor, num_top: int, token_ids: Tensor) -> LogprobRows:
         """logits [R, W, V], any float dtype; token_ids [R, m] int64."""
         index = token_ids.unsqueeze(1).expand(-1, logits.shape[1], -1)
-        top, top_ids = logits.topk(num_top, dim=-1)
+        rows, shape = logits.flatten(0, 1), logits.shape[:2]
+        top, top_ids = top_tokens(rows, num_top)
         return cls(
-            log_sum_exp(logits.flatten(0, 1)).view(logits.shape[:2]),
-            top.float(),
-            top_ids,
+            log_sum_exp(rows).view(shape),
+            top.unflatten(0, shape),
+            top_ids.unflatten(0, shape),
             logits.gather(2, index).float(),
         )
 
@@ -119,3 +122,31 @@ class LogprobRows:
         return Logprobs(
             chosen - self.normalizer, self.top - normalizer, self.top_ids, self.of_ids - normalizer
         )
+
+
+def top_tokens(logits: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """The n most probable tokens, the lowest id of equals first: whatever else a batch asks for.
+
+    logits [R, V], any float dtype -> values [R, n] float32, ids [R, n] int64.
+    """
+    if n == 0:
+        return logits.new_empty(len(logits), 0).float(), logits.new_empty(len(logits), 0).long()
+    if has_kernel(logits, MAX_TOP_LOGPROBS):  # for one k, so that it compiles once
+        top, ids, _ = top_columns(logits, MAX_TOP_LOGPROBS)
+        return top[:, :n], ids[:, :n]
+    if logits.device.type != "cpu":
+        return _sorted_top(logits, n)
+    top, ids = logits.topk(min(n + 1, logits.shape[1]))
+    tied = (top[:, 1:] == top[:, :-1]).any(1)  # also with the first one that is left out
+    top, ids = top[:, :n].float(), ids[:, :n].contiguous()
+    if tied.any():
+        top[tied], ids[tied] = _sorted_top(logits[tied], n)
+    return top, ids
+
+
+def _sorted_top(logits: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """`top_tokens` by integers that sort like (value, id), which takes three times as long."""
+    ids = torch.arange(logits.shape[1], device=logits.device)
+    keys = sort_keys(-logits.float(), ids).topk(n, largest=False).values
+    values, ids = from_sort_keys(keys)
+    return -values, ids

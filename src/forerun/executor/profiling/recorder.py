@@ -91,6 +91,7 @@ class StepRecorder:
             stem.parent.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(raw))
         except (RuntimeError, OSError) as error:
+            raw.unlink(missing_ok=True)
             self._failed(f"The trace {stem} cannot be written: {error}")
             return
         thread = threading.Thread(target=self._report, args=(raw, stem, params), daemon=True)

@@ -32,7 +32,7 @@ def top_columns(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """
     rows, vocab = logits.shape
     blocks = -(-vocab // COLUMNS)
-    if not use_triton(logits) or k > min(MAX_K, blocks) or blocks > MAX_BLOCKS:
+    if not has_kernel(logits, k):
         return top_columns_ref(logits, k)
     maxima = torch.empty(rows, 2, blocks, dtype=torch.float32, device=logits.device)
     values = torch.empty(rows, k, dtype=torch.float32, device=logits.device)
@@ -47,6 +47,12 @@ def top_columns(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
         K=next_power_of_2(k), BLOCKS=next_power_of_2(blocks), COLUMNS=COLUMNS, num_warps=4,
     )  # fmt: skip
     return values, columns, lse
+
+
+def has_kernel(logits: Tensor, k: int) -> bool:
+    """Whether `top_columns` launches its kernels for these arguments."""
+    blocks = -(-logits.shape[1] // COLUMNS)
+    return use_triton(logits) and k <= min(MAX_K, blocks) and blocks <= MAX_BLOCKS
 
 
 def top_columns_ref(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:

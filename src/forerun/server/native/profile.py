@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -22,6 +22,7 @@ from forerun.server.http.strict_model import Many, StrictModel, Unsupported
 from forerun.server.service import Service
 
 OFF = "The server writes no profiles: start it with --torch-profiler-dir DIR."
+FILE = r"(-DP-\d+)?-TP-\d+(-[A-Z]+)?\.(trace\.json\.gz|kernels\.md)"  # what follows its name
 NAME = r"^[\w-][\w.-]{0,63}$"  # a part of files' names
 
 
@@ -68,7 +69,7 @@ class ProfileFolder:
     """Where traces may be written."""
 
     root: Path
-    last: list[Path] = field(default_factory=list)  # folder and common name of the last one
+    last: Path | None = None  # folder and common name of the last one
 
     def __post_init__(self) -> None:
         """
@@ -109,13 +110,13 @@ class ProfileFolder:
         return path
 
     def files(self) -> list[str]:
-        """The files of the last profile, on this machine."""
-        return sorted(
-            str(path)
-            for stem in self.last
-            for path in stem.parent.iterdir()
-            if path.name.startswith(stem.name)
-        )
+        """The files of the last profile, on this machine, as far as they are still there."""
+        if self.last is None:
+            return []
+        named = re.compile(re.escape(self.last.name) + FILE)
+        folder = self.last.parent
+        names = os.listdir(folder) if folder.is_dir() else []
+        return sorted(str(folder / name) for name in names if named.fullmatch(name))
 
 
 def _cannot_be_written(path: Path, reason: str | None) -> ConfigError:
@@ -138,10 +139,11 @@ def profile_router(service: Service) -> APIRouter:
         """Records the steps of every engine from now on."""
         allowed, asked = checked_folder(), body or StartProfile.model_validate({})
         is_cpu = str(engine.info.explain["device"]) == "cpu"
+        activities = _activities(asked, is_cpu)
         path = allowed.make(asked.output_dir)
-        params = _params(asked, path, is_cpu)
+        params = _params(asked, path, activities)
         await engine.start_profile(params)
-        allowed.last = [path / params.name]
+        allowed.last = path / params.name
         return _answer("Profiling has started.", profile_id=params.name, output_dir=str(path))
 
     async def stop_profile() -> Response:
@@ -156,7 +158,7 @@ def profile_router(service: Service) -> APIRouter:
     return router
 
 
-def _params(asked: StartProfile, folder: Path, is_cpu: bool) -> ProfileParams:
+def _activities(asked: StartProfile, is_cpu: bool) -> tuple[str, ...]:
     """
     Raises:
         RequestError: an activity does not exist, or nothing would be recorded.
@@ -168,6 +170,10 @@ def _params(asked: StartProfile, folder: Path, is_cpu: bool) -> ProfileParams:
     if not activities or (is_cpu and CPU not in activities):
         what = "This engine runs on a CPU: " if is_cpu else ""
         raise RequestError(f"{what}activities {shown(list(activities))} record nothing; add {CPU}.")
+    return activities
+
+
+def _params(asked: StartProfile, folder: Path, activities: tuple[str, ...]) -> ProfileParams:
     prefix = f"{asked.profile_prefix}-" if asked.profile_prefix else ""
     return ProfileParams(
         folder=str(folder),
