@@ -16,6 +16,7 @@ import pytest
 from forerun.core.errors import ConfigError
 from forerun.engine.profiling import MAX_STEPS
 from forerun.server.native.profile import ProfileFolder
+from forerun.server.settings import NAMES, ServerSettings
 from tests.server.scripted import Scripted
 from tests.server.support import ENGINE, PROMPT, LiveServer, flags, wait_for
 from tests.server.test_tools import PLAIN
@@ -193,6 +194,12 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"torch_profiler_dir .* cannot be written"):
         ProfileFolder(tmp_path / "file")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_that_is_empty(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is empty; leave it out"):
+        ServerSettings(**{name: ""})
 
 
 def test_without_a_folder_there_is_none() -> None:

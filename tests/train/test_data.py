@@ -113,6 +113,8 @@ def test_every_form_is_the_same_conversation() -> None:
         ('{"prompt": " ", "response": "b"}', "prompt is empty"),
         ('{"text": ""}', "text is empty"),
         (json.dumps(chat("a", "")), "the assistant's turns are empty"),
+        (json.dumps({**chat("a", "b"), "tools": "x"}), "tools must be a list of objects, got 'x'"),
+        (json.dumps({**chat("a", "b"), "tools": [1]}), r"tools must be .*, got \[1\]"),
     ],
 )
 def test_a_bad_line_is_named_in_one_line(tmp_path: Path, line: str, message: str) -> None:

@@ -166,6 +166,8 @@ def test_other_settings_are_refused(tmp_path: Path) -> None:
     other.write_text('{"text": "not an answer"}\n')
     with pytest.raises(ConfigError, match=r"other\.jsonl:1: not a line of this command"):
         run(data, other)
+    with pytest.raises(ConfigError, match="is a folder; name a JSONL file"):
+        run(data, tmp_path)
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be written"):
         run(data, tmp_path / "file" / "o.jsonl")

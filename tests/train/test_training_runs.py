@@ -29,6 +29,7 @@ from forerun_train.files import write_tensors
 from forerun_train.toys.word_problems import generate
 from forerun_train.trainer import checkpoint as checkpoint_module
 from forerun_train.trainer import memory
+from forerun_train.trainer import run as trainer_run
 from forerun_train.trainer.checkpoint import Checkpoints, read_state
 from forerun_train.trainer.loop import Trainer
 from forerun_train.trainer.options import TrainOptions
@@ -45,6 +46,7 @@ SMALL: dict[str, Any] = {
 PROGRAM = """
 import json, sys
 from forerun_train.trainer.options import TrainOptions
+from forerun_train.trainer import run as trainer_run
 from forerun_train.trainer.run import run
 from tests.train.packed import word_problems
 run(TrainOptions.of(None, json.loads(sys.argv[1])), word_problems)
@@ -178,8 +180,6 @@ def test_a_disk_that_is_full(tmp_path: Path) -> None:
     assert len(losses(tmp_path / "a")) == 8
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"file cannot be written or read: File exists"):
-        run(options(tmp_path / "file"), word_problems)
-    with pytest.raises(ConfigError, match=r"file cannot be written or read: File exists"):
         run(options(tmp_path / "b", hidden_states=str(tmp_path / "file")), word_problems)
 
 
@@ -217,10 +217,28 @@ def test_a_resumed_run_finds_the_data_and_the_target_that_it_had(tmp_path: Path)
             run(options(tmp_path / "run", **given, resume=True))
     data.write_text("".join(texts))
     run(options(tmp_path / "run", **given, resume=True, max_errors=3))
+    moved = {"data": str(shutil.copy(data, tmp_path / "moved.jsonl"))}
+    run(options(tmp_path / "run", **given | moved, resume=True))
     config = json.loads((target / "config.json").read_text())
     (target / "config.json").write_text(json.dumps(config | {"rope_theta": 5000.0}))
     with pytest.raises(ConfigError, match="began with, but the target changed since"):
         run(options(tmp_path / "run", **given, resume=True))
+
+
+def test_an_output_that_cannot_be_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Said before the target is loaded, and nothing is left behind."""
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(trainer_run, "load_frozen_target", None)
+    for output, why in (
+        ("file", "it is a file"),
+        ("file/x", "Not a directory"),
+        ("x" * 300, "long"),
+    ):
+        with pytest.raises(ConfigError, match=f"cannot be the output folder: .*{why}.*another"):
+            run(options(tmp_path / output), word_problems)
+    with pytest.raises(TypeError):
+        run(options(tmp_path / "a" / "b"), word_problems)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_what_a_run_refuses(tmp_path: Path) -> None:

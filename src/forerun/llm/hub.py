@@ -25,6 +25,7 @@ from forerun.models.gguf.folder import gguf_folder, is_gguf
 from forerun.models.safetensors_files import INDEX, SINGLE, shard_names
 
 CONFIG, README = "config.json", "README.md"  # in every request, since the library warns
+TOKENIZER = "tokenizer.json"
 SMALL_FILES = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja")
 SUBFOLDERS = ("*/*",)  # other formats of the same model (onnx/, original/): never read
 
@@ -109,13 +110,29 @@ def locate(setting: str, value: str) -> Path | HubModel:
     if model is not None:
         return model
     folder = local_model(value)
+    files = sorted(folder.glob("*.gguf"))
+    if files and not any((folder / name).exists() for name in (CONFIG, TOKENIZER)):
+        raise ConfigError(
+            f"{setting} {value!r} is a folder of GGUF files; name one of them, such as {files[0]}."
+        )
     if not folder.is_dir():
+        if (reason := _looks_like_gguf(value)) is not None:
+            raise ConfigError(f"{setting} {value!r}: {reason}")
         raise ConfigError(
             f"{setting} {value!r} is not a folder. Give the path of a Hugging Face model folder or"
             " of a GGUF file, or org/name[@revision] to download one from the Hugging Face Hub"
             " (org/name:QUANT, such as Q4_K_M, for a GGUF file)."
         )
     return folder
+
+
+def _looks_like_gguf(value: str) -> str | None:
+    """What is wrong with the path of a GGUF file that does not exist; None: it does not look like
+    one."""
+    path, colon, quant = value.rpartition(":")
+    if colon and Path(path).expanduser().is_file():
+        return f"a file has one kind; leave out {':' + quant!r}."
+    return "there is no such file." if value.lower().endswith(".gguf") else None
 
 
 def local_model(value: str) -> Path:
@@ -132,8 +149,10 @@ def parse(setting: str, value: str) -> HubModel | None:
     """The Hub repository that `value` names; None if it exists locally or does not look like one.
 
     Raises:
-        ConfigError: a Hub name with an impossible revision.
+        ConfigError: it is empty, or a Hub name with an impossible revision.
     """
+    if not value.strip():
+        raise ConfigError(f"{setting} is empty; leave it out, or name a folder, file or org/name.")
     name, colon, quant = value.partition(":")
     repo, at, revision = name.partition("@")
     if Path(value).expanduser().exists() or not _REPO.fullmatch(repo):

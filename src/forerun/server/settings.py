@@ -29,6 +29,12 @@ def _setting(default: Any, help: str, kind: type = str) -> Any:
     return field(default=default, metadata={"help": help, "type": kind})
 
 
+# What an unset variable of a shell would make the current folder, or no name.
+NAMES = (
+    "served_model_name", "api_key_file", "response_store", "batch_folder", "torch_profiler_dir",
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class ServerSettings:
     """Every field is a flag of `forerun serve`. Names follow SGLang and, for TLS, uvicorn."""
@@ -138,6 +144,10 @@ class ServerSettings:
             value = getattr(self, spec.name)
             if value is not None or spec.default is not None:
                 of_type(spec.metadata["type"], spec.name, value, ConfigError)
+        for name in NAMES:
+            value = getattr(self, name)
+            if value is not None and not value.strip():
+                raise ConfigError(f"{name} is empty; leave it out, or give it a value.")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be in [0, 65535], got {self.port}.")
         for name in ("max_body_bytes", "max_n", "dp_size"):

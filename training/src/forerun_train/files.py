@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,28 @@ def disk_errors(folder: Path, advice: str) -> Iterator[None]:
         raise ConfigError(
             f"{folder} cannot be written or read: {first_line(error)}. {advice}"
         ) from error
+
+
+def check_output(folder: Path) -> None:
+    """Leaves nothing behind.
+
+    Raises:
+        ConfigError: the folder cannot be made, or nothing can be written in it.
+    """
+    missing = [each for each in (folder, *folder.parents) if not os.path.lexists(each)]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        why = "it is a file" if os.path.isfile(folder) else error.strerror
+        raise ConfigError(
+            f"{folder} cannot be the output folder: {why}. Name another one."
+        ) from None
+    finally:
+        for each in missing:
+            with suppress(OSError):
+                each.rmdir()
 
 
 def read_object(path: Path, kinds: Mapping[str, type], advice: str) -> dict[str, Any]:

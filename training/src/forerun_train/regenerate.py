@@ -138,6 +138,8 @@ class Answers:
         Raises:
             ConfigError: it was made with other settings, or cannot be written.
         """
+        if path.is_dir():
+            raise ConfigError(f"{path} is a folder; name a JSONL file for the answers.")
         self.path, self.sidecar = path, path.with_name(path.name + ".json")
         wanted = made_with.sidecar()
         try:

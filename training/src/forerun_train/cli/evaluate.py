@@ -52,7 +52,7 @@ def evaluate_command(
     temperatures: Annotated[str, typer.Option(help="Separated by commas; 0: greedy")] = "0",
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most")] = 256,
     repetitions: Annotated[int, typer.Option(help="Timed runs of each prompt, both ways")] = 1,
-    seed: Annotated[int, typer.Option(help="Of held-out prompts and of sampling")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of held-out prompts and of sampling")] = 0,
     accept_only: Annotated[
         bool, typer.Option("--accept-only", help="No speeds: batches, with the draft alone")
     ] = False,

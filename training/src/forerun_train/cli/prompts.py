@@ -17,7 +17,7 @@ from forerun_train.prompts import SPLITS, TOPICS, TRAIN, generate
 def prompts(
     output: Annotated[Path, typer.Option(help="JSONL file for the prompts")],
     count: Annotated[int, typer.Option(help="Number of prompts")] = 1000,
-    seed: Annotated[int, typer.Option(help="Other seeds give other prompts")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Other seeds give other prompts")] = 0,
     topics: Annotated[
         str, typer.Option(help=f"Topics, in turn: of {', '.join(TOPICS)}")
     ] = ",".join(TOPICS),

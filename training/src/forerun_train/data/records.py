@@ -98,11 +98,19 @@ def _record(fields: Mapping[str, Any], messages: tuple[Message, ...], where: str
     return Record(
         where,
         messages=messages,
-        tools=fields.get("tools") or None,
+        tools=_tools(fields.get("tools"), where),
         truncated=bool(fields.get("truncated", False)),
         given_id=None if given is None else str(given),
         topic=fields["topic"] if isinstance(fields.get("topic"), str) else None,
     )
+
+
+def _tools(given: Any, where: str) -> list[dict[str, Any]] | None:
+    if not given and given in (None, []):
+        return None
+    if not isinstance(given, list) or not all(isinstance(each, dict) for each in given):
+        raise DataError(f"{where}: tools must be a list of objects, got {shown(given)}.")
+    return given
 
 
 def _fields(line: bytes, where: str) -> dict[str, Any]:

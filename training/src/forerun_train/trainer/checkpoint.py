@@ -26,6 +26,7 @@ from forerun_train.files import (
 )
 from forerun_train.trainer.distributed import Ranks, divided_as, whole, whole_parameters
 from forerun_train.trainer.optimizer import Optimizers
+from forerun_train.trainer.options import BY_CONTENTS
 
 KEPT = 2  # the newest checkpoints
 MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
@@ -94,12 +95,13 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def check_same_settings(stored: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Compares settings; what an older version did not have is not compared.
+    """Compares settings, but for `BY_CONTENTS` and what an older version did not have.
 
     Raises:
         ConfigError: the run that is resumed had other settings.
     """
-    differing = [name for name in now if stored.get(name, now[name]) != now[name]]
+    compared = [name for name in now if name not in BY_CONTENTS]
+    differing = [name for name in compared if stored.get(name, now[name]) != now[name]]
     if differing:
         changes = ", ".join(
             f"{name} was {shown(stored.get(name))} and is {shown(now[name])}" for name in differing
@@ -111,10 +113,10 @@ def check_same_settings(stored: Mapping[str, Any], now: Mapping[str, Any]) -> No
 
 
 def check_same_contents(stored: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Compares fingerprints of what the settings name.
+    """Compares fingerprints of what the settings name, wherever that is now.
 
     Raises:
-        ConfigError: the run that is resumed read something else under the same names.
+        ConfigError: the run that is resumed read something else.
     """
     differing = [name for name in now if stored.get(name) != now[name]]
     if differing:

@@ -179,6 +179,9 @@ FREE = (
     "micro_batch", "activation_checkpointing", "compile", "max_errors",
 )  # fmt: skip
 
+# What these name is compared instead of the names (`checkpoint.check_same_contents`).
+BY_CONTENTS = ("target", "data", "template")
+
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     # Minutes on a CPU, with the bundled target.
     "smoke": {

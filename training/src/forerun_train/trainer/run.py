@@ -27,7 +27,7 @@ from forerun_train.drafts.speculators import (
     speculators_config,
     speculators_tensors,
 )
-from forerun_train.files import disk_errors, export_draft
+from forerun_train.files import check_output, disk_errors, export_draft
 from forerun_train.hidden_states import FrozenTarget, load_frozen_target
 from forerun_train.hidden_store import StoredStream, StorePlan, open_store
 from forerun_train.trainer.checkpoint import (
@@ -85,6 +85,8 @@ def run(options: TrainOptions, open_data: OpenData | None = None) -> Path:
         check_kind(options.kind)
     output = Path(options.output)
     with joined_ranks(options.device, options.batch_size) as ranks, disk_errors(output, GO_ON):
+        if ranks.first:
+            check_output(output)
         checkpoint = _resumed(options, Checkpoints(output, ranks))
         dtype = compute_dtype(options.dtype, ranks.device)
         target = load_frozen_target(options.target, dtype, ranks.device, options.seq_len)
