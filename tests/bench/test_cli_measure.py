@@ -185,7 +185,7 @@ def test_tables_for_people(capsys: pytest.CaptureFixture[str]) -> None:
         ("demo --repetitions 0", "--repetitions must be >= 1"),
         ("demo --algorithm DFLUSH", "Unknown speculative_algorithm"),
         ("demo --model-path m.gguf", "need --real; add it"),
-        ("demo --real --model-path m.gguf", "is not a folder"),
+        ("demo --real --model-path m.gguf", "there is no such file"),
         ("bench one-batch --batch-size 0", "--batch-size must be >= 1"),
         ("bench one-batch --device cpu --profile p", "--profile records GPU kernels"),
         ("bench one-batch --tp-size 2 --profile p", "--profile records steps of this process"),

@@ -343,6 +343,7 @@ def test_when_survivals_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_counts_of_estimated_rates_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """As they are after the step: tested drafts, accepted ones, the sum of rates of the bin."""
     monkeypatch.setattr(device_executor, "CONFIDENCE_STEPS", 1)
+    choose_at_random(monkeypatch)
     with golden_llm("DFLASH", **SETTINGS) as llm:
         generate(llm, prompts(16, False), [params(GREEDY, i) for i in range(5)], False)
         executor = llm.engine.executor

@@ -296,8 +296,10 @@ class Engine:
         """Flushes spans, writes a profile that runs, and closes the executor."""
         if self._tracing is not None:
             self._tracing.flush()
-        self.profiling.close()
-        self.executor.close()
+        try:
+            self.profiling.close()
+        finally:
+            self.executor.close()
 
     def check(self) -> None:
         """Checks invariants of an idle engine: all pages free or cached, all slots free."""

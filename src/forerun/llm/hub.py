@@ -127,8 +127,7 @@ def locate(setting: str, value: str) -> Path | HubModel:
 
 
 def _looks_like_gguf(value: str) -> str | None:
-    """What is wrong with the path of a GGUF file that does not exist; None: it does not look like
-    one."""
+    """What is wrong with a path that looks like a GGUF file's and is none; None: it does not."""
     path, colon, quant = value.rpartition(":")
     if colon and Path(path).expanduser().is_file():
         return f"a file has one kind; leave out {':' + quant!r}."

@@ -106,7 +106,7 @@ def _record(fields: Mapping[str, Any], messages: tuple[Message, ...], where: str
 
 
 def _tools(given: Any, where: str) -> list[dict[str, Any]] | None:
-    if not given and given in (None, []):
+    if given in (None, []):
         return None
     if not isinstance(given, list) or not all(isinstance(each, dict) for each in given):
         raise DataError(f"{where}: tools must be a list of objects, got {shown(given)}.")
