@@ -60,25 +60,18 @@ CASES = [
         options={"num_warps": 4},
         wide=False,
     ),
-    Case(
-        "top columns",
-        top_columns._top_columns,
-        {"logits_ptr": "*bf16", "columns_ptr": "*i64"}
-        | dict.fromkeys(("maxima_ptr", "values_ptr", "lse_ptr"), "*fp32")
-        | dict.fromkeys(("vocab", "stride", "blocks", "k"), "i32"),
-        {"K": 16, "BLOCKS": 2048, "COLUMNS": top_columns.COLUMNS},
-        options={"num_warps": 4},
-        wide=False,
-    ),
-    Case(
-        "top columns, log-probabilities",
-        top_columns._top_columns,
-        {"logits_ptr": "*bf16", "columns_ptr": "*i64"}
-        | dict.fromkeys(("maxima_ptr", "values_ptr", "lse_ptr"), "*fp32")
-        | dict.fromkeys(("vocab", "stride", "blocks", "k"), "i32"),
-        {"K": 32, "BLOCKS": 2048, "COLUMNS": top_columns.COLUMNS},
-        options={"num_warps": 4},
-        wide=False,
+    *(
+        Case(
+            f"top columns, {most} at most",
+            top_columns._top_columns,
+            {"logits_ptr": "*bf16", "columns_ptr": "*i64"}
+            | dict.fromkeys(("maxima_ptr", "values_ptr", "lse_ptr"), "*fp32")
+            | dict.fromkeys(("vocab", "stride", "blocks", "k"), "i32"),
+            {"K": most, "BLOCKS": 2048, "COLUMNS": top_columns.COLUMNS},
+            options={"num_warps": 4},
+            wide=False,
+        )
+        for most in (16, 32)  # of a head, of log-probabilities
     ),
     Case(
         "selector walk",

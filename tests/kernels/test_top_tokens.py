@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from forerun.kernels.sampling.sort_keys import from_sort_keys, sort_keys
 from forerun.sampling.logprobs import LogprobRows, top_tokens
-from forerun.sampling.sort_keys import from_sort_keys, sort_keys
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -16,7 +16,7 @@ import pytest
 from forerun.core.errors import ConfigError
 from forerun.engine.profiling import MAX_STEPS
 from forerun.server.native.profile import ProfileFolder
-from forerun.server.settings import NAMES, ServerSettings
+from forerun.server.settings import NOT_EMPTY, ServerSettings
 from tests.server.scripted import Scripted
 from tests.server.support import ENGINE, PROMPT, LiveServer, flags, wait_for
 from tests.server.test_tools import PLAIN
@@ -196,7 +196,7 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
         ProfileFolder(tmp_path / "file")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NOT_EMPTY)
 def test_a_name_that_is_empty(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} is empty; leave it out"):
         ServerSettings(**{name: ""})

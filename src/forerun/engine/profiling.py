@@ -113,10 +113,9 @@ class Profiling:
 
     def close(self) -> None:
         """Ends the profile that runs, and writes what it has recorded."""
-        params, recorded = self._params, self._recording
-        if params is None or not recorded:
+        if not self._recording:
             return
-        self._stop()
+        params = self.stop()
         try:
             self.wait_written(params, CLOSE_SECONDS)
         except (BusyError, RequestError) as error:

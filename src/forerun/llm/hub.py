@@ -21,11 +21,10 @@ from forerun.core.errors import ConfigError, first_line
 from forerun.llm.download_progress import DownloadProgress, progress_bar_class
 from forerun.models.dummy_weights import DUMMY_FORMATS
 from forerun.models.embedding_layout import MODULES
-from forerun.models.gguf.folder import gguf_folder, is_gguf
+from forerun.models.gguf.folder import SUFFIX, TOKENIZER, gguf_folder, is_gguf
 from forerun.models.safetensors_files import INDEX, SINGLE, shard_names
 
 CONFIG, README = "config.json", "README.md"  # in every request, since the library warns
-TOKENIZER = "tokenizer.json"
 SMALL_FILES = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja")
 SUBFOLDERS = ("*/*",)  # other formats of the same model (onnx/, original/): never read
 
@@ -110,13 +109,13 @@ def locate(setting: str, value: str) -> Path | HubModel:
     if model is not None:
         return model
     folder = local_model(value)
-    files = sorted(folder.glob("*.gguf"))
+    files = sorted(folder.glob(f"*{SUFFIX}"))
     if files and not any((folder / name).exists() for name in (CONFIG, TOKENIZER)):
         raise ConfigError(
             f"{setting} {value!r} is a folder of GGUF files; name one of them, such as {files[0]}."
         )
     if not folder.is_dir():
-        if (reason := _looks_like_gguf(value)) is not None:
+        if (reason := _gguf_path_problem(value)) is not None:
             raise ConfigError(f"{setting} {value!r}: {reason}")
         raise ConfigError(
             f"{setting} {value!r} is not a folder. Give the path of a Hugging Face model folder or"
@@ -126,12 +125,12 @@ def locate(setting: str, value: str) -> Path | HubModel:
     return folder
 
 
-def _looks_like_gguf(value: str) -> str | None:
+def _gguf_path_problem(value: str) -> str | None:
     """What is wrong with a path that looks like a GGUF file's and is none; None: it does not."""
     path, colon, quant = value.rpartition(":")
     if colon and Path(path).expanduser().is_file():
         return f"a file has one kind; leave out {':' + quant!r}."
-    return "there is no such file." if value.lower().endswith(".gguf") else None
+    return "there is no such file." if value.lower().endswith(SUFFIX) else None
 
 
 def local_model(value: str) -> Path:

@@ -31,12 +31,12 @@ from forerun.kernels.runtime.jit import use_triton
 from forerun.kernels.sampling.params import MAX_OWN_TOP_K, SamplingBatch
 from forerun.kernels.sampling.sample import group_maxima, mask_stop_tokens
 from forerun.kernels.sampling.sample_own import choose, sample_own
+from forerun.kernels.sampling.sort_keys import from_sort_keys, sort_keys
 from forerun.layers.communication import Communicator
 from forerun.layers.sharding import VocabShard
 from forerun.sampling.filters import filtered_weights
 from forerun.sampling.noise import gumbel_scores
 from forerun.sampling.sampler import SamplingFlags, sample
-from forerun.sampling.sort_keys import from_sort_keys, sort_keys
 
 _NO_CANDIDATE = (0x7F800000 << 32) | 0x7FFFFFFF  # an infinite gap
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from forerun.core.logprobs import MAX_TOP_LOGPROBS, LogprobParams
 from forerun.kernels.drafting.top_columns import has_kernel, top_columns
 from forerun.kernels.sampling.log_sum_exp import log_sum_exp
+from forerun.kernels.sampling.sort_keys import from_sort_keys, sort_keys
 from forerun.platform.device import upload
-from forerun.sampling.sort_keys import from_sort_keys, sort_keys
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,8 @@ def _setting(default: Any, help: str, kind: type = str) -> Any:
     return field(default=default, metadata={"help": help, "type": kind})
 
 
-# What an unset variable of a shell would make the current folder, or no name.
-NAMES = (
+# Settings of text: an unset variable of a shell would make them the current folder, or no name.
+NOT_EMPTY = (
     "served_model_name", "api_key_file", "response_store", "batch_folder", "torch_profiler_dir",
 )  # fmt: skip
 
@@ -144,7 +144,7 @@ class ServerSettings:
             value = getattr(self, spec.name)
             if value is not None or spec.default is not None:
                 of_type(spec.metadata["type"], spec.name, value, ConfigError)
-        for name in NAMES:
+        for name in NOT_EMPTY:
             value = getattr(self, name)
             if value is not None and not value.strip():
                 raise ConfigError(f"{name} is empty; leave it out, or give it a value.")

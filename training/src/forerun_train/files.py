@@ -38,7 +38,7 @@ def disk_errors(folder: Path, advice: str) -> Iterator[None]:
 
 
 def check_output(folder: Path) -> None:
-    """Leaves nothing behind.
+    """Tries to make the folder of a run, and removes what it has made.
 
     Raises:
         ConfigError: the folder cannot be made, or nothing can be written in it.

@@ -14,6 +14,7 @@ from forerun.core.tokens import INVALID_TOKEN
 from forerun.kernels.runtime.gpu import gpu_of, vector_warps
 from forerun.kernels.runtime.jit import jit, jit_no_specialize, tl, triton, use_triton
 from forerun.kernels.runtime.pdl import pdl_options
+from forerun.kernels.sampling.sort_keys import sort_keys
 
 MIN_BLOCK, MAX_BLOCK = 1024, 8192  # logits that a CTA reads: with few rows, and with many
 
@@ -28,10 +29,8 @@ def argmax_ref(logits: Tensor, invalid: int = INVALID_TOKEN) -> Tensor:
 def argmax_keys_ref(logits: Tensor, first_id: int) -> Tensor:
     """Reference implementation of `argmax_keys`."""
     values, ids = logits.float().max(-1)  # the first of equals; a NaN before all else
-    values = torch.where(values.isnan(), torch.inf, values) + 0.0  # -0 equals 0
-    bits = values.view(torch.int32)
-    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # these integers sort as the floats do
-    return (order.long() << 32) | (0x7FFFFFFF - first_id - ids)
+    values = torch.where(values.isnan(), torch.inf, values)
+    return sort_keys(values, 0x7FFFFFFF - first_id - ids)
 
 
 def ids_of_keys(keys: Tensor, invalid: int = INVALID_TOKEN) -> Tensor:
