@@ -167,6 +167,33 @@ def test_requests_that_wait_for_their_masks_outside_of_the_batch(
         engine.check()
 
 
+@pytest.mark.parametrize("algorithm", [None, "DFLASH"])
+def test_log_probabilities_of_requests_whose_masks_are_late(
+    algorithm: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The token that a prompt's last chunk sampled without its mask has none, as it is dropped."""
+    outputs = []
+    for patience in (60.0, 0.0):
+        monkeypatch.setattr(grammar_masks, "PATIENCE", patience)
+        with bundled_llm(algorithm) as llm:
+            outputs.append(
+                llm.generate(
+                    PROMPTS[:2],
+                    {"regex": "[a-z ]{6,}", "temperature": 0.0, "max_new_tokens": 6},
+                    return_logprob=True,
+                    logprob_start_len=[-1, 0],
+                    top_logprobs_num=2,
+                )
+            )
+            llm.engine.check()
+    patient, late = ([(o.text, _logprobs(o.meta_info)) for o in each] for each in outputs)
+    assert late == patient
+
+
+def _logprobs(info: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in info.items() if name.endswith("logprobs")}
+
+
 def test_a_mask_that_never_ends_stops_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its request ends, the others do not wait for it."""
     monkeypatch.setattr(state_module, "STUCK_SECONDS", 0.2)

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import gzip
+import json
+import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+import torch
 
 from forerun.core.errors import BusyError, RequestError
 from forerun.core.plan import DecodeRequest, PrefillChunk, StepPlan
 from forerun.core.profile import ProfileParams
 from forerun.engine import profiling
 from forerun.engine.profiling import MAX_SECONDS, MAX_STEPS, Profiling
+from forerun.executor.profiling import report_process
+from forerun.executor.profiling.recorder import StepRecorder
 
 DECODE = StepPlan(decode=[DecodeRequest(0, 8)])
 PREFILL = StepPlan(prefill=[PrefillChunk(0, 0, 4, True)])
@@ -111,11 +118,32 @@ def test_what_runs_at_the_end_is_written(
     recording.run(DECODE)
     recording.profiling.close()
     assert (recording.stops, recording.on) == (1, False) and recording.busy < 0
+    recording = Recording()
+    recording.profiling.start(params(1))
+    recording.run(DECODE)  # it has ended by itself
+    recording.profiling.close()
+    assert recording.busy < 0
     monkeypatch.setattr(profiling, "CLOSE_SECONDS", 0.0)
     recording.busy = 10**6
     recording.profiling.start(params())
     recording.profiling.close()
-    assert "The profile p is lost: later" in caplog.text
+    assert "The profile p is lost: Its files are not written after 0 s" in caplog.text
+
+
+def test_an_error_at_the_end_of_a_profile_leaves_none_running(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail() -> None:
+        raise ValueError("no device")
+
+    recording = Recording()
+    recording.profiling.start(params())
+    monkeypatch.setattr(recording, "stop_profile", fail)
+    with pytest.raises(ValueError, match="no device"):
+        recording.profiling.stop()
+    recording.on = False
+    recording.profiling.start(params())
+    assert recording.on
 
 
 def test_the_files_are_waited_for() -> None:
@@ -124,3 +152,58 @@ def test_the_files_are_waited_for() -> None:
     recording.run(DECODE)
     recording.profiling.wait_written(recording.profiling.stop())
     assert recording.busy < 0
+
+
+# --- what the recorder of an executor keeps and writes -------------------------------------------
+
+
+def recorded(folder: Path) -> StepRecorder:
+    """A recorder that has recorded a step and ended."""
+    recorder = StepRecorder(torch.device("cpu"))
+    recorder.start(ProfileParams(str(folder), "p", None))
+    with recorder.step(DECODE):
+        torch.ones(4).sum()
+    recorder.stop()
+    return recorder
+
+
+def written(recorder: StepRecorder) -> None:
+    while True:
+        try:
+            return recorder.check("p")
+        except BusyError:
+            time.sleep(0.02)
+
+
+def test_errors_of_the_profiler_are_told_by_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: torch.profiler.profile) -> None:
+        stop(self)
+        b"\x8b".decode()  # as PyTorch does with the names of code that is no longer there
+
+    stop = torch.profiler.profile.stop
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.profiler.profile, "stop", fail)
+        recorder = recorded(tmp_path)
+    with pytest.raises(RequestError, match="p-TP-0 cannot be written: 'utf-8' codec"):
+        written(recorder)
+    assert list(tmp_path.iterdir()) == []
+    written(recorded(tmp_path))  # the next one is not affected
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "p-TP-0.trace.json.gz",
+        "p-TP-0.kernels.md",
+    }
+
+
+def test_a_trace_may_hold_any_bytes(tmp_path: Path) -> None:
+    work = tmp_path / ".p"
+    work.mkdir()
+    event = b'{"ph": "X", "cat": "python_function", "name": "\xa0f\x01", "ts": 0, "dur": 1}'
+    (work / report_process.RAW).write_bytes(b'{"traceEvents": [' + event + b"]}")
+    params = {"folder": str(tmp_path), "name": "p", "num_steps": None}
+    task = {"work": str(work), "stem": str(tmp_path / "p"), "device": "CPU", "params": params}
+    assert report_process.answer(json.dumps(task).encode()) == b""
+    with gzip.open(tmp_path / "p.trace.json.gz", "rt", encoding="utf-8") as file:
+        assert "\N{REPLACEMENT CHARACTER}f" in file.read()
+    assert not work.exists()

@@ -275,15 +275,16 @@ class StepResult:
     """The outcome of a step, on the host."""
 
     decode: list[list[int]]  # per request: accepted drafts and the bonus token
-    prefill: list[int | None]  # per chunk: the sampled token, None unless it is the last chunk
+    # Per chunk: the sampled token; None unless it is the last chunk, or if it does not count.
+    prefill: list[int | None]
     seconds: float = 0.0  # time that the device spent on the step
     error: str | None = None  # the algorithm failed in this step; the tokens are valid
     failed: tuple[Failure, ...] = ()
     # Unix ns of the phase boundaries begin, proposed, verified, committed, if tracing is on.
     phase_times: tuple[int, ...] | None = None
     # Log-probabilities, for requests that return them: per request, one entry for every token of
-    # `decode`; per chunk, of the prompt tokens that it predicts, then of its sampled token. Empty
-    # if no request of the step does.
+    # `decode`; per chunk, of the prompt tokens that it predicts, then of the token in `prefill`.
+    # Empty if no request of the step does.
     decode_logprobs: list[list[TokenLogprobs]] = field(default_factory=list)
     prefill_logprobs: list[list[TokenLogprobs]] = field(default_factory=list)
     # Per chunk, the sum of the hidden states that its request pools: H float64, or no bytes where

@@ -19,7 +19,7 @@ log = logging.getLogger("forerun")
 
 MAX_STEPS = 1000  # of one profile: its trace may have a megabyte a step
 MAX_SECONDS = 60.0
-CLOSE_SECONDS = 5.0  # until files that are not written yet are given up
+CLOSE_SECONDS = 5.0  # from the end of the engine until files that are not written are given up
 POLL_SECONDS = 0.05  # between two looks whether the files are written
 DECODE, EXTEND = STAGES
 
@@ -35,6 +35,7 @@ class Profiling:
         self._end = 0.0  # time.monotonic()
         self._steps: Counter[str] = Counter()  # recorded ones, by stage
         self._recording = False
+        self._written: ProfileParams | None = None  # of the last one whose files are written
 
     def start(self, params: ProfileParams) -> None:
         """Records from the next step on, or `params.start_step` steps later.
@@ -112,14 +113,19 @@ class Profiling:
                 time.sleep(POLL_SECONDS)
 
     def close(self) -> None:
-        """Ends the profile that runs, and writes what it has recorded."""
-        if not self._recording:
+        """Ends the profile that runs, and waits for the files of the last one."""
+        end = time.monotonic() + CLOSE_SECONDS
+        if self._recording:
+            self._stop()
+        if self._written is None:
             return
-        params = self.stop()
         try:
-            self.wait_written(params, CLOSE_SECONDS)
-        except (BusyError, RequestError) as error:
-            log.warning("The profile %s is lost: %s", params.name, error)
+            self.wait_written(self._written, end - time.monotonic())
+        except BusyError:
+            why = f"Its files are not written after {CLOSE_SECONDS:g} s."
+            log.warning("The profile %s is lost: %s", self._written.name, why)
+        except RequestError as error:
+            log.warning("The profile %s is lost: %s", self._written.name, error)
 
     def _record(self, params: ProfileParams) -> None:
         self._executor.start_profile(params)
@@ -127,10 +133,11 @@ class Profiling:
 
     def _stop(self) -> None:
         """Ends the one that runs."""
-        if self._recording:
-            self._executor.stop_profile()
-        self._recording = False
+        recorded, self._recording = self._recording, False
         self._ended, self._params = self._params, None
+        if recorded:
+            self._written = self._ended
+            self._executor.stop_profile()
 
     def _end_if_late(self) -> None:
         if self._recording and time.monotonic() > self._end:

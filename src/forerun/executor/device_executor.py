@@ -530,7 +530,7 @@ class PendingDeviceStep:
             tuple(failed),
             phase_times,
             self.logprobs.of_decode(decode),
-            self.logprobs.of_prefill(self.plan.prefill),
+            self.logprobs.of_prefill(self.plan.prefill, prefill),
             [] if self.pooled is None else self.pooled.of_prefill(len(self.plan.prefill)),
             gap_seconds=self.clock.gap_seconds,
             held=tuple(held),

@@ -116,16 +116,20 @@ def send(connection: socket.socket, message: bytes) -> None:
 # --- the child process --------------------------------------------------------------------------
 
 
-def serve(answer: Callable[[bytes], bytes], memory: int) -> None:
+def serve(
+    answer: Callable[[bytes], bytes], memory: int, orphaned: Callable[[], None] = lambda: None
+) -> None:
     """Answers messages on the socket that is the standard input, until that is closed.
 
     Args:
         memory: how many bytes the process may take, beside those that it has now.
+        orphaned: called in a thread before the process ends because its parent has ended.
     """
     import resource
 
     connection = socket.socket(fileno=0)
-    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    parent = os.getppid()
+    threading.Thread(target=_end_with_parent, args=(parent, orphaned), daemon=True).start()
     limit(resource.RLIMIT_AS, _memory() + memory)
     limit(resource.RLIMIT_CORE, 0)
     with contextlib.suppress(EOFError, ConnectionError):
@@ -134,11 +138,14 @@ def serve(answer: Callable[[bytes], bytes], memory: int) -> None:
             send(connection, answer(message) if message else b"")  # "": are you there?
 
 
-def _end_with_parent(parent: int) -> None:
+def _end_with_parent(parent: int, orphaned: Callable[[], None]) -> None:
     """Ends this process when it has another parent, though it may be in the middle of an answer."""
     while os.getppid() == parent:
         time.sleep(PARENT_SECONDS)
-    os._exit(1)
+    try:
+        orphaned()
+    finally:
+        os._exit(1)
 
 
 def limit_cpu(seconds: int) -> None:

@@ -209,6 +209,12 @@ class _Run:
                 "Stopping after %d requests; a second signal stops at once.",
                 self._engine.num_requests,
             )
+        await self._requests()
+        await self._engine.end_questions(GRACE_SECONDS)
+        await self._requests()  # those whose grammars were being compiled
+
+    async def _requests(self) -> None:
+        """Waits until no request runs, or for a second signal."""
         while self._engine.num_requests and self._signals < 2:
             await asyncio.sleep(TICK)
 

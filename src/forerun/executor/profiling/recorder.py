@@ -7,6 +7,7 @@ is split and compressed by a process of its own (`report_process.py`).
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
@@ -18,6 +19,7 @@ from forerun.core.errors import BusyError, RequestError
 from forerun.core.plan import StepPlan
 from forerun.core.profile import CPU, DECODE_STEP, GPU, MIXED_STEP, PREFILL_STEP, ProfileParams
 from forerun.executor.profiling import report_process
+from forerun.executor.profiling.report_process import RAW
 from forerun.platform.limited_process import (
     LimitedProcess,
     ProcessEndedError,
@@ -52,12 +54,11 @@ class StepRecorder:
             activities={_ACTIVITIES[name] for name in (*names, CPU)},
             record_shapes=params.record_shapes,
             with_stack=params.with_stack,
-            acc_events=True,
         )
         self._wait_for_device()  # steps in flight are not recorded
         try:
             profiler.start()
-        except RuntimeError as error:
+        except Exception as error:  # noqa: BLE001  whatever it is, no request ends with it
             self._failed(f"PyTorch's profiler does not start: {error}")
             return
         self._profiler = profiler
@@ -85,16 +86,16 @@ class StepRecorder:
     def _write(self, profiler: torch.profiler.profile, params: ProfileParams) -> None:
         self._wait_for_device()
         stem = Path(params.folder) / f"{params.name}-TP-{self.rank}"
-        raw = stem.with_name(f".{stem.name}.json")
+        work = stem.with_name(f".{stem.name}")  # hidden, until its files are complete
         try:
             profiler.stop()
-            stem.parent.mkdir(parents=True, exist_ok=True)
-            profiler.export_chrome_trace(str(raw))
-        except (RuntimeError, OSError) as error:
-            raw.unlink(missing_ok=True)
+            work.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(work / RAW))
+        except Exception as error:  # noqa: BLE001  as in `start`
+            shutil.rmtree(work, ignore_errors=True)
             self._failed(f"The trace {stem} cannot be written: {error}")
             return
-        thread = threading.Thread(target=self._report, args=(raw, stem, params), daemon=True)
+        thread = threading.Thread(target=self._report, args=(work, stem, params), daemon=True)
         self._writing = [each for each in self._writing if each.is_alive()] + [thread]
         thread.start()
 
@@ -118,10 +119,10 @@ class StepRecorder:
     def _failed(self, message: str) -> None:
         self._error = self._error or message
 
-    def _report(self, raw: Path, stem: Path, params: ProfileParams) -> None:
+    def _report(self, work: Path, stem: Path, params: ProfileParams) -> None:
         """Body of a thread."""
         task = {
-            "raw": str(raw),
+            "work": str(work),
             "stem": str(stem),
             "device": _name(self._device),
             "params": asdict(params),
@@ -133,7 +134,7 @@ class StepRecorder:
         except (ProcessTimeoutError, ProcessEndedError) as error:
             answer = str(error).encode()
         if answer:
-            raw.unlink(missing_ok=True)
+            shutil.rmtree(work, ignore_errors=True)
             self._failed(f"The trace {stem} cannot be written: {answer.decode()}.")
 
 

@@ -25,37 +25,50 @@ from forerun.executor.profiling.timeline import (
 )
 from forerun.platform.limited_process import serve
 
+RAW = "raw.json"  # in the folder of a task: what the profiler has written
 MAX_RAW_BYTES = 1 << 30  # of a trace before it is compressed
 MEMORY = 32 << 30  # bytes of address space
+_WORK: list[Path] = []  # the folder of the task that runs
 ALL = tuple(name for names in STAGES.values() for name in names)
 
 
 def answer(message: bytes) -> bytes:
     """Writes the files of a task of `recorder.py`; returns why it could not, or nothing."""
     task = json.loads(message)
-    raw = Path(task["raw"])
+    work, stem = Path(task["work"]), Path(task["stem"])
+    _WORK.append(work)
     try:
-        size = raw.stat().st_size
+        size = (work / RAW).stat().st_size
         if size > MAX_RAW_BYTES:
             return (
                 f"it has {size >> 20} MB and may have {MAX_RAW_BYTES >> 20}; record fewer steps, or"
                 " fewer activities"
             ).encode()
-        _report(raw, Path(task["stem"]), task["device"], ProfileParams(**task["params"]))
+        _report(work / stem.name, task["device"], ProfileParams(**task["params"]))
+        (work / RAW).unlink()
+        for path in work.iterdir():
+            path.replace(stem.with_name(path.name))
     except (OSError, ValueError, MemoryError) as error:
         return f"{type(error).__name__}: {error}".encode()
     finally:
-        raw.unlink(missing_ok=True)
+        clear()
     return b""
 
 
-def _report(raw: Path, stem: Path, device: str, params: ProfileParams) -> None:
-    with raw.open("rb") as file:
-        trace = json.load(file)
+def clear() -> None:
+    """Removes what is not complete."""
+    while _WORK:
+        shutil.rmtree(_WORK.pop(), ignore_errors=True)
+
+
+def _report(stem: Path, device: str, params: ProfileParams) -> None:
+    # With stacks, PyTorch may write names of code that is no longer there: any bytes.
+    text = stem.with_name(RAW).read_text(encoding="utf-8", errors="replace")
+    trace = json.loads(text, strict=False)
     events = trace["traceEvents"]
     if not params.by_stage:
-        with raw.open("rb") as file, gzip.open(_trace_path(stem), "wb", 6) as out:
-            shutil.copyfileobj(file, out, 1 << 20)
+        with gzip.open(_trace_path(stem), "wt", 6, encoding="utf-8") as out:
+            out.write(text)
         _write_table(stem, events, ALL, device)
         return
     for stage, names in STAGES.items():
@@ -63,8 +76,8 @@ def _report(raw: Path, stem: Path, device: str, params: ProfileParams) -> None:
         if steps:
             part = stem.with_name(f"{stem.name}-{stage}")
             chosen = list(_events_of(events, steps))
-            with gzip.open(_trace_path(part), "wt", 6, encoding="utf-8") as text:
-                json.dump({**trace, "traceEvents": chosen}, text)
+            with gzip.open(_trace_path(part), "wt", 6, encoding="utf-8") as out:
+                json.dump({**trace, "traceEvents": chosen}, out)
             _write_table(part, chosen, names, device)
 
 
@@ -109,4 +122,4 @@ def _write_table(stem: Path, events: Sequence[Event], names: Collection[str], de
 
 
 if __name__ == "__main__":
-    serve(answer, MEMORY)
+    serve(answer, MEMORY, clear)

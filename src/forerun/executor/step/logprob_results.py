@@ -66,15 +66,17 @@ class StepLogprobs:
         entries = read_logprobs(self.decode)
         return [entries.get(i, [])[: len(each)] for i, each in enumerate(tokens)]
 
-    def of_prefill(self, chunks: Sequence[PrefillChunk]) -> list[list[TokenLogprobs]]:
-        """`StepResult.prefill_logprobs`."""
+    def of_prefill(
+        self, chunks: Sequence[PrefillChunk], tokens: Sequence[int | None]
+    ) -> list[list[TokenLogprobs]]:
+        """`StepResult.prefill_logprobs`; `tokens`: `StepResult.prefill`."""
         if self.prompt is None and self.first is None:
             return []
         of_prompt, of_first = read_logprobs(self.prompt), read_logprobs(self.first)
         out, row, last = [], 0, 0
-        for chunk in chunks:
+        for chunk, token in zip(chunks, tokens, strict=True):
             entries = [of_prompt.get(i, []) for i in range(row, row + chunk.num_tokens)]
-            if chunk.last:
+            if token is not None:
                 entries.append(of_first.get(last, []))
             out.append([entry for each in entries for entry in each])
             row, last = row + chunk.num_tokens, last + chunk.last

@@ -269,6 +269,14 @@ class EngineClient:
         """
         await self._ask(StopProfile)
 
+    async def end_questions(self, seconds: float) -> None:
+        """Waits until all questions are answered; those that take longer fail."""
+        asked = set(self._queries.values())
+        if asked:
+            _, late = await asyncio.wait(asked, timeout=seconds)
+            for answer in late:
+                answer.set_exception(EngineUnavailable("The server is shutting down."))
+
     async def _ask(self, question: Callable[[int], ToEngine]) -> dict[str, Any]:
         link, number = self._ready(), next(self._numbers)
         answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()

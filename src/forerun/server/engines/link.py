@@ -165,6 +165,8 @@ class EngineLink:
         if self._connected and not self._ended.done() and not at_once:
             self.send(Shutdown())
             await asyncio.wait({self._ended}, timeout=CLOSE_SECONDS)
+            if not self._ended.done():
+                log.warning("The engine has not ended within %g s; it is killed.", CLOSE_SECONDS)
         self._kill()
         await self._loop.run_in_executor(None, self._process.join)
         self._on_end()

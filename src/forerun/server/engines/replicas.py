@@ -225,6 +225,10 @@ class Replicas:
 
     # --- questions ------------------------------------------------------------------------------
 
+    async def end_questions(self, seconds: float) -> None:
+        """Waits until all questions are answered; those that take longer fail."""
+        await asyncio.gather(*(client.end_questions(seconds) for client in self.clients))
+
     async def query(self, what: str) -> list[dict[str, Any]]:
         """The answers of all replicas that serve.
 
