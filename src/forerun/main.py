@@ -24,39 +24,14 @@ from forerun.core.errors import (
     ExecutorError,
     RequestError,
     nearest,
+    shown,
 )
+from forerun.core.unsupported import setting_refusal
 
 # The class moved between releases of typer and click; its grandchild is public in all of them.
 ClickException: Any = typer.BadParameter.__mro__[2]
 
 NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
-
-# Names of vLLM and llama.cpp, and short ones of SGLang, that are unlike ours.
-OTHER_NAMES = {
-    "-c": "--context-length",
-    "-m": "--model-path",
-    "-n": "--max-new-tokens",
-    "--block-size": "--page-size",
-    "--ctx-size": "--context-length",
-    "--data-parallel-size": "--dp-size",
-    "--disable-prefill-cuda-graph": "--no-enable-piecewise-cuda-graph",
-    "--dp": "--dp-size",
-    "--draft-max": "--speculative-num-draft-tokens",
-    "--enable-expert-parallel": "--ep-size",
-    "--enforce-eager": "--disable-cuda-graph",
-    "--ep": "--ep-size",
-    "--expert-parallel-size": "--ep-size",
-    "--gpu-memory-utilization": "--mem-fraction-static",
-    "--max-model-len": "--context-length",
-    "--max-num-batched-tokens": "--chunked-prefill-size",
-    "--max-num-seqs": "--max-running-requests",
-    "--model-draft": "--speculative-draft-model-path",
-    "--n-predict": "--max-new-tokens",
-    "--parallel": "--max-running-requests",
-    "--temp": "--temperature",
-    "--tensor-parallel-size": "--tp-size",
-    "--tp": "--tp-size",
-}
 
 
 @dataclass(frozen=True)
@@ -162,7 +137,11 @@ def run(args: Sequence[str]) -> int:
     except (AlgorithmError, EngineClosedError, ExecutorError) as error:
         return _refuse(str(error), code=1)
     except ClickException as error:
-        return _refuse(_one_line(error))
+        return _refuse(_one_line(error, args))
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        return _refuse(f"{shown(error.filename)} cannot be a path: {error.strerror}.")
     except (KeyboardInterrupt, typer.Abort):
         return 130
 
@@ -216,15 +195,23 @@ def _refuse(message: str, code: int = 2) -> int:
     return code
 
 
-def _one_line(error: Any) -> str:
+def _one_line(error: Any, args: Sequence[str]) -> str:
     """The parser's error, with the nearest known flag if there is one."""
     details = vars(error)
     message = str(error.format_message()).partition(" (Possible options")[0].rstrip(".") + "."
     close = details.get("possibilities") or []
     context, given = details.get("ctx"), details.get("option_name")
-    if context is not None and given in OTHER_NAMES:
+    if context is not None and given is not None:
         known = {name for each in context.command.params for name in each.opts}
-        close = [name for name in (OTHER_NAMES[given],) if name in known] or close
+        whole = _whole(given, args)
+        ours, why = setting_refusal(_keyword(whole), set(map(_keyword, known)))
+        message = message.replace(f"{given}.", f"{whole}.")
+        if why is not None:
+            return f"{message.rstrip('.')}: {why}."
+        if ours is not None:
+            close = [name for name in known if _keyword(name) == ours]
+        elif whole != given:
+            close = []
     commands = vars(context.command).get("commands") if context is not None else None
     if commands and given is None:  # of a group: none was given, or an unknown one
         return f"{message.replace('?.', '?')} Known: {', '.join(commands)}."
@@ -232,6 +219,18 @@ def _one_line(error: Any) -> str:
         return f"{message} Did you mean {close[0]}?"
     path = "forerun" if context is None else context.command_path
     return f"{message} See: {path} --help"
+
+
+def _keyword(flag: str) -> str:
+    return flag.lstrip("-").replace("-", "_")
+
+
+def _whole(given: str, args: Sequence[str]) -> str:
+    """The flag as it was typed: of `-tp`, the parser names the first letter that is none."""
+    if given.startswith("--"):
+        return given
+    short = [arg.partition("=")[0] for arg in args if arg[:1] == "-" != arg[1:2]]
+    return next((word for word in short if given[1:] in word), given)
 
 
 if __name__ == "__main__":

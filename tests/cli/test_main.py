@@ -16,6 +16,7 @@ import forerun as package
 from forerun import main
 from forerun.__main__ import on_ctrl_c
 from forerun.core.errors import ConfigError, ExecutorError, RequestError
+from forerun.core.unsupported import SETTINGS
 
 
 def test_help_names_every_command_and_does_not_import_torch() -> None:
@@ -120,9 +121,34 @@ def test_the_temperature_of_llama_cpp(forerun) -> None:
 
 def test_other_names_are_of_flags_that_the_command_has(forerun) -> None:
     known = forerun("serve", "--help").out + forerun("generate", "--help").out
-    flags = [ours.replace("--no-", "--") for ours in main.OTHER_NAMES.values()]
-    assert not [flag for flag in flags if flag not in known]
+    names = [ours.removeprefix("no_").replace("_", "-") for ours in SETTINGS.values()]
+    assert not [name for name in names if f"--{name}" not in known]
     assert "tp-size" not in forerun("bench", "serving", "--tp", "2").error
+
+
+@pytest.mark.parametrize(
+    ("given", "answer"),
+    [
+        ("-tp", " -tp. Did you mean --tp-size?"),
+        ("-hf", " -hf. Did you mean --model-path?"),  # -h is a flag, -f is none
+        ("-md", " -md. Did you mean --speculative-draft-model-path?"),
+        ("--no-enable-prefix-caching", ". Did you mean --disable-radix-cache?"),
+        ("--seed", ". Did you mean --sampling-seed?"),
+        ("--enable-lora", ": adapters cannot be loaded; merge the adapter into the model."),
+        ("-ngl", " -ngl: all layers are on one device; leave it out, or set device."),
+        ("-zz", " -zz. See: forerun generate --help"),
+    ],
+)
+def test_advice_about_a_flag_of_another_engine(forerun, given: str, answer: str) -> None:
+    assert forerun("generate", "hi", given, "4").error.endswith(answer)
+
+
+@pytest.mark.parametrize("flag", ["--model-path", "--tokenizer-path"])
+def test_what_cannot_be_a_path(forerun, flag: str) -> None:
+    error = forerun("generate", "hi", flag, "x" * 300).error
+    assert error.endswith("cannot be a path: File name too long.")
+    error = forerun("generate", "hi", flag, "~no-such-user/x").error
+    assert "'~no-such-user/x' cannot be a path" in error
 
 
 def test_an_unknown_flag_unlike_any_other(forerun) -> None:

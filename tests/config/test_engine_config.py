@@ -43,6 +43,18 @@ def test_values_of_another_type_are_refused(name: str) -> None:
         ({"mem_fraction_static": "x" * 100_000}, "must be a number, got 'xxx"),
         ({"log_level": "x" * 100_000}, "log_level must be one of"),
         ({"x" * 100_000: 1}, "Unknown setting 'xxx"),
+        ({"tensor_parallel_size": 2}, "'tensor_parallel_size': it is called tp_size here."),
+        ({"enable_lora": True}, "'enable_lora': adapters cannot be loaded; merge the adapter"),
+        ({"speculative_algorithm": " "}, "speculative_algorithm is empty; leave it out"),
+        ({"otlp_traces_endpoint": ""}, "otlp_traces_endpoint is empty; leave it out"),
+        (
+            {"speculative_num_steps": 3},
+            "num_steps is set without speculative_algorithm",
+        ),
+        (
+            {"speculative_algorithm": "DFLASH", "speculative_eagle_topk": 4},
+            "no option of DFLASH (its own are speculative_dflash_block_size, speculative_draft",
+        ),
         ({"speculative_ngram_max_match": "4"}, "speculative_ngram_max_match must be an integer"),
         ({"nnodes": 0}, "nnodes must be >= 1, got 0."),
         ({"nnodes": 2, "node_rank": 2, "tp_size": 2}, "number the nodes from 0 to 1, and"),

@@ -105,10 +105,11 @@ def test_any_value_is_taken_or_refused_in_one_line(name: str) -> None:
     ],
 )
 def test_refusals_say_what_is_wrong(params: dict[str, Any], words: str) -> None:
-    with pytest.raises(RequestError) as caught:
-        SamplingParams.of(params)
-    assert words in str(caught.value)
-    assert len(str(caught.value)) < 500
+    for make in (SamplingParams.of, lambda given: SamplingParams(**given)):
+        with pytest.raises(RequestError) as caught:
+            make(params)
+        assert words in str(caught.value)
+        assert len(str(caught.value)) < 500
 
 
 def test_what_users_may_give() -> None:

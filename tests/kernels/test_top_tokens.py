@@ -46,3 +46,8 @@ def test_keys_sort_like_values_and_ids() -> None:
     assert keys.argsort().tolist() == order
     back, same = from_sort_keys(keys)
     assert torch.equal(back, values) and torch.equal(same, ids)
+
+
+def test_a_vocabulary_of_fewer_tokens(each_device: torch.device) -> None:
+    values, ids = top_tokens(torch.zeros(2, 5, device=each_device), 20)
+    assert ids.tolist() == [list(range(5))] * 2 and values.shape == (2, 5)

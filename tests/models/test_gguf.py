@@ -233,17 +233,21 @@ def test_ollamas_files_have_no_suffix(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("downloads", r"is a folder of GGUF files; name one of them, such as .*/downloads/m\.gguf"),
+        ("downloads", r"is a folder of GGUF files; name one of them, such as .*downloads/m\.gguf"),
         ("downloads/m.gguf:Q4_1", "a file has one kind; leave out ':Q4_1'"),
         ("downloads/n.gguf", "there is no such file"),
     ],
 )
-def test_what_users_of_gguf_files_give(given: str, message: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("relative", [False, True])  # "a/b" could be a name on the Hub
+def test_what_users_of_gguf_files_give(
+    given: str, message: str, relative: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "downloads").mkdir()
     with_tokenizer(tmp_path / "downloads" / "m.gguf")
     (tmp_path / "downloads" / "tokens.gguf").unlink()
     with pytest.raises(ConfigError, match=message):
-        LLM(str(tmp_path / given), device="cpu")
+        LLM(given if relative else str(tmp_path / given), device="cpu")
 
 
 def small_with_vocab(path: Path, vocab: int) -> Any:

@@ -485,6 +485,20 @@ def test_refused_grammars_are_400_and_busy_ones_503() -> None:
     loop.close()
 
 
+def test_questions_that_take_too_long_end_with_the_server() -> None:
+    async def ask() -> None:
+        client, loop = engine_client(), asyncio.get_running_loop()
+        await client.end_questions(60.0)  # there are none
+        quick, slow = (client._queries.setdefault(i, loop.create_future()) for i in range(2))
+        loop.call_soon(client._answer, Reply(0, {"a": 1}))
+        await client.end_questions(0.05)
+        assert quick.result() == {"a": 1}
+        with pytest.raises(EngineUnavailable, match="The server is shutting down"):
+            slow.result()
+
+    asyncio.run(ask())
+
+
 def test_ends_are_counted_by_their_reason() -> None:
     client, link = engine_client(), Link()
     client._link, client.state = link, EngineState.READY  # type: ignore[assignment]
@@ -521,7 +535,6 @@ def test_ends_are_counted_by_their_reason() -> None:
     assert sum(metrics.request_seconds.counts) == sum(metrics.generation_lengths.counts) == 6
     assert sum(metrics.first_token_seconds.counts) == sum(metrics.token_seconds.counts) == 1
     assert (metrics.prompt_tokens, metrics.generation_tokens) == (2, 2)
-    client._folder.rmdir()
 
 
 def test_tokens_of_an_ended_request_do_not_reach_the_next_one_of_its_rid() -> None:
@@ -542,7 +555,6 @@ def test_tokens_of_an_ended_request_do_not_reach_the_next_one_of_its_rid() -> No
         end = FinishReason("length")
         client._advance(Advance("same", [token], [], [], 0, 0, end, number=number), now=1.0)
     assert [one.record.output for one in ones] == [[], [8]]
-    client._folder.rmdir()
 
 
 class NoProcess:

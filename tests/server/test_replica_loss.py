@@ -50,10 +50,7 @@ def replicas() -> Any:
         made._router.add(index, 1000)
     for client in made.clients:
         client._link, client.state = Link(), EngineState.READY  # type: ignore[assignment]
-    yield made
-    for client in made.clients:
-        if client._folder.exists():
-            client._folder.rmdir()
+    return made
 
 
 def started(replicas: Replicas, *rids: str, stream: bool = False) -> Call:

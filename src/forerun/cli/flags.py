@@ -111,6 +111,11 @@ def engine_flags() -> list[Flag]:
     return flags
 
 
+def engine_flags_but(*names: str) -> Callable[[], list[Flag]]:
+    """Engine flags of a command that sets these itself."""
+    return lambda: [flag for flag in engine_flags() if flag.name not in names]
+
+
 def sampling_flags(**defaults: Any) -> list[Flag]:
     """Every field of `SamplingParams`; `defaults` override its own."""
     hints = get_type_hints(SamplingParams)

@@ -23,6 +23,14 @@ def with_speculation(settings: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 
+def with_algorithm(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The same engine with this algorithm; options that are not its own are dropped."""
+    own = {option.name for option in get_algorithm(name).options}
+    others = {option.name for option in all_options()} - own
+    kept = {key: value for key, value in settings.items() if key not in others}
+    return {**kept, "speculative_algorithm": name}
+
+
 def without_speculation(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The same engine, decoding plainly."""
     options = {option.name for option in all_options()}

@@ -14,6 +14,7 @@ from typing import Any, get_args, get_type_hints
 from forerun.config.nodes import Nodes
 from forerun.core.checks import of_type
 from forerun.core.errors import ConfigError, divisors, nearest, shown
+from forerun.core.unsupported import setting_refusal
 
 MAX_INT64 = 2**63 - 1
 
@@ -327,6 +328,8 @@ class EngineConfig:
                 continue
             kind = kinds[0] if isinstance(value, str) or float not in kinds else float
             value = of_type(kind, spec.name, value, ConfigError)
+            if isinstance(value, str) and not value.strip():  # an unset variable of a shell
+                raise ConfigError(f"{spec.name} is empty; leave it out, or give it a value.")
             object.__setattr__(self, spec.name, value)
             if isinstance(value, int) and not -MAX_INT64 <= value <= MAX_INT64:
                 raise ConfigError(f"{spec.name} must fit in 64 bits, got {shown(value)}.")
@@ -378,6 +381,11 @@ class EngineConfig:
             elif name in options:
                 chosen[name] = value
             else:
+                ours, why = setting_refusal(name, [*known, *options])
+                if ours is not None:
+                    raise ConfigError(f"Unknown setting {shown(name)}: it is called {ours} here.")
+                if why is not None:
+                    raise ConfigError(f"Unknown setting {shown(name)}: {why}.")
                 raise ConfigError(
                     f"Unknown setting {shown(name)}.{nearest(name, [*known, *options])}"
                 )

@@ -212,6 +212,21 @@ class SamplingParams(LogitParams):
     )
     json_object: bool = param(False, "The output must be a JSON object", stage="mask", openai=None)
 
+    def __new__(cls, *args: Any, **given: Any) -> SamplingParams:
+        """
+        Raises:
+            RequestError: there is no such parameter.
+        """
+        known = [f.name for f in fields(cls)] if given else ()
+        for name in given:
+            if name not in known:
+                raise RequestError(
+                    refusal(name, known)
+                    or f"Unknown sampling parameter {shown(name)}.{nearest(name, known)}"
+                    f" Known: {', '.join(known)}."
+                )
+        return object.__new__(cls)
+
     def __post_init__(self) -> None:
         self._set("stop", _stop_strings(self.stop))
         self._set("stop_token_ids", _stop_ids(self.stop_token_ids))
@@ -260,15 +275,7 @@ class SamplingParams(LogitParams):
             raise RequestError(
                 f"sampling_params must be a SamplingParams or a dict, not {type(value).__name__}."
             )
-        known = [f.name for f in fields(cls)]
-        for key in value:
-            if key not in known:
-                raise RequestError(
-                    refusal(str(key), known)
-                    or f"Unknown sampling parameter {shown(key)}.{nearest(str(key), known)}"
-                    f" Known: {', '.join(known)}."
-                )
-        return cls(**value)
+        return cls(**{str(name): each for name, each in value.items()})
 
     def _problems(self) -> Iterator[str]:
         """Values out of range or of the device tables' dtypes, and contradictions."""

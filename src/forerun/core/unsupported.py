@@ -1,4 +1,4 @@
-"""Parameters of other engines: why they are refused, and what to use instead."""
+"""Parameters and settings of other engines: why they are refused, and what to use instead."""
 
 from __future__ import annotations
 
@@ -56,6 +56,86 @@ _REASONS = {
     ),
 }
 UNSUPPORTED = {name: reason for reason, names in _REASONS.items() for name in names.split()}
+
+# Settings of vLLM and llama.cpp, and short ones of SGLang, that are unlike ours.
+SETTINGS = {
+    "block_size": "page_size",
+    "c": "context_length",
+    "ctx_size": "context_length",
+    "data_parallel_size": "dp_size",
+    "disable_prefill_cuda_graph": "no_enable_piecewise_cuda_graph",
+    "dp": "dp_size",
+    "draft": "speculative_num_draft_tokens",
+    "draft_max": "speculative_num_draft_tokens",
+    "draft_model": "speculative_draft_model_path",
+    "enable_expert_parallel": "ep_size",
+    "enforce_eager": "disable_cuda_graph",
+    "ep": "ep_size",
+    "expert_parallel_size": "ep_size",
+    "fa": "attention_backend",
+    "flash_attn": "attention_backend",
+    "gpu_memory_utilization": "mem_fraction_static",
+    "hf": "model_path",
+    "hf_repo": "model_path",
+    "m": "model_path",
+    "max_model_len": "context_length",
+    "max_num_batched_tokens": "chunked_prefill_size",
+    "max_num_seqs": "max_running_requests",
+    "md": "speculative_draft_model_path",
+    "model": "model_path",
+    "model_draft": "speculative_draft_model_path",
+    "n": "max_new_tokens",
+    "n_predict": "max_new_tokens",
+    "no_enable_prefix_caching": "disable_radix_cache",
+    "np": "max_running_requests",
+    "num_speculative_tokens": "speculative_num_draft_tokens",
+    "parallel": "max_running_requests",
+    "seed": "random_seed",
+    "speculative_config": "speculative_algorithm",
+    "speculative_model": "speculative_draft_model_path",
+    "temp": "temperature",
+    "tensor_parallel_size": "tp_size",
+    "tokenizer": "tokenizer_path",
+    "tp": "tp_size",
+}
+_SETTING_REASONS = {
+    "adapters cannot be loaded; merge the adapter into the model": (
+        "enable_lora lora_modules lora_paths max_loras max_lora_rank lora"
+    ),
+    "prefixes are cached unless disable_radix_cache is set": "enable_prefix_caching",
+    "prompts are always computed in chunks, of chunked_prefill_size tokens": (
+        "enable_chunked_prefill"
+    ),
+    "grammars are always xgrammar's; leave it out": "guided_decoding_backend grammar_backend",
+    "tools need no switch; for a model's own format set tool_call_parser": (
+        "enable_auto_tool_choice"
+    ),
+    "requests are logged with log_requests alone; leave it out": (
+        "disable_log_requests disable_log_stats"
+    ),
+    "up to 20 log-probabilities of a token are returned; leave it out": "max_logprobs",
+    "code of a model's is never run; leave it out": "trust_remote_code",
+    "a conversation is written as the template in the tokenizer's folder says; change it there": (
+        "chat_template"
+    ),
+    "layers cannot be divided among GPUs, and weights can; set tp_size": (
+        "pipeline_parallel_size pp_size pp"
+    ),
+    "all layers are on one device; leave it out, or set device": "n_gpu_layers gpu_layers ngl",
+    "steps take as many threads as are fastest; OMP_NUM_THREADS is the most": (
+        "threads threads_batch t tb"
+    ),
+}
+UNSUPPORTED_SETTINGS = {n: why for why, names in _SETTING_REASONS.items() for n in names.split()}
+
+
+def setting_refusal(name: str, known: Iterable[str]) -> tuple[str | None, str | None]:
+    """What another engine's setting is called here, if that is in `known`, or why there is none."""
+    for names in (RENAMED, SETTINGS):
+        ours = names.get(name)
+        if ours is not None and ours in known:
+            return ours, None
+    return None, UNSUPPORTED_SETTINGS.get(name)
 
 
 def refusal(name: str, known: Iterable[str] = ()) -> str | None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from forerun.config.engine_config import EngineConfig
-from forerun.core.errors import ConfigError, first_line
+from forerun.core.errors import ConfigError, first_line, shown
 from forerun.llm.download_progress import DownloadProgress, progress_bar_class
 from forerun.models.dummy_weights import DUMMY_FORMATS
 from forerun.models.embedding_layout import MODULES
@@ -69,7 +69,7 @@ def with_local_paths(config: EngineConfig) -> EngineConfig:
         found["tokenizer_path"] = locate("tokenizer_path", config.tokenizer_path)
     if config.speculative_draft_model_path is not None and config.speculative_algorithm is not None:
         setting, draft = "speculative_draft_model_path", config.speculative_draft_model_path
-        found[setting] = parse(setting, draft) or local_model(draft)
+        found[setting] = parse(setting, draft) or local_model(setting, draft)
     folders = {
         setting: _fetch_small(source, is_model=setting != "tokenizer_path")
         if isinstance(source, HubModel)
@@ -108,14 +108,14 @@ def locate(setting: str, value: str) -> Path | HubModel:
     model = parse(setting, value)
     if model is not None:
         return model
-    folder = local_model(value)
+    folder = local_model(setting, value)
     files = sorted(folder.glob(f"*{SUFFIX}"))
     if files and not any((folder / name).exists() for name in (CONFIG, TOKENIZER)):
         raise ConfigError(
             f"{setting} {value!r} is a folder of GGUF files; name one of them, such as {files[0]}."
         )
     if not folder.is_dir():
-        if (reason := _gguf_path_problem(value)) is not None:
+        if (reason := _gguf_path_problem(setting, value)) is not None:
             raise ConfigError(f"{setting} {value!r}: {reason}")
         raise ConfigError(
             f"{setting} {value!r} is not a folder. Give the path of a Hugging Face model folder or"
@@ -125,21 +125,36 @@ def locate(setting: str, value: str) -> Path | HubModel:
     return folder
 
 
-def _gguf_path_problem(value: str) -> str | None:
+def _gguf_path_problem(setting: str, value: str) -> str | None:
     """What is wrong with a path that looks like a GGUF file's and is none; None: it does not."""
     path, colon, quant = value.rpartition(":")
-    if colon and Path(path).expanduser().is_file():
+    if colon and local_path(setting, path).is_file():
         return f"a file has one kind; leave out {':' + quant!r}."
     return "there is no such file." if value.lower().endswith(SUFFIX) else None
 
 
-def local_model(value: str) -> Path:
+def local_path(setting: str, value: str) -> Path:
+    """The path that `value` is, whether or not something is there.
+
+    Raises:
+        ConfigError: it cannot be one.
+    """
+    try:
+        path = Path(value).expanduser()
+        path.exists()
+    except (OSError, RuntimeError, ValueError) as error:  # too long; an unknown user's home
+        reason = error.strerror if isinstance(error, OSError) else str(error).rstrip(".")
+        raise ConfigError(f"{setting} {shown(value)} cannot be a path: {reason}.") from None
+    return path
+
+
+def local_model(setting: str, value: str) -> Path:
     """The path that `value` is; of a GGUF file, the model folder that is made of it.
 
     Raises:
-        ConfigError: a GGUF file that is broken or not supported.
+        ConfigError: it cannot be a path, or is a GGUF file that is broken or not supported.
     """
-    path = Path(value).expanduser()
+    path = local_path(setting, value)
     return gguf_folder(path) if path.exists() and is_gguf(path) else path
 
 
@@ -147,13 +162,15 @@ def parse(setting: str, value: str) -> HubModel | None:
     """The Hub repository that `value` names; None if it exists locally or does not look like one.
 
     Raises:
-        ConfigError: it is empty, or a Hub name with an impossible revision.
+        ConfigError: it is empty, cannot be a path, or is a Hub name with an impossible revision.
     """
     if not value.strip():
         raise ConfigError(f"{setting} is empty; leave it out, or name a folder, file or org/name.")
     name, colon, quant = value.partition(":")
     repo, at, revision = name.partition("@")
-    if Path(value).expanduser().exists() or not _REPO.fullmatch(repo):
+    if local_path(setting, value).exists() or not _REPO.fullmatch(repo):
+        return None
+    if _gguf_path_problem(setting, value) is not None:
         return None
     if at and (not _REVISION.fullmatch(revision) or revision.endswith(".lock")):
         raise ConfigError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,8 +39,19 @@ def checked_config(settings: Mapping[str, Any]) -> EngineConfig:
         if value is not None or option.default is not None:
             of_type(option.type, option.name, value, ConfigError)
     logging.getLogger("forerun").setLevel(config.log_level.upper())
-    get_algorithm(config.speculative_algorithm)  # refuses an unknown name before any download
+    own = [option.name for option in get_algorithm(config.speculative_algorithm).options]
+    for option in options:
+        if option.name not in own and config.algorithm_options[option.name] != option.default:
+            raise ConfigError(_of_another(option.name, config.speculative_algorithm, own))
     return config
+
+
+def _of_another(name: str, algorithm: str | None, own: Sequence[str]) -> str:
+    """Why an option has no effect."""
+    if algorithm is None:
+        return f"{name} is set without speculative_algorithm; set it too."
+    known = f"its own are {', '.join(own)}" if own else "it has none"
+    return f"{name} is set, but is no option of {algorithm} ({known}); drop it."
 
 
 def with_models(config: EngineConfig) -> tuple[EngineConfig, Path]:

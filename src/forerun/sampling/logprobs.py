@@ -127,8 +127,9 @@ class LogprobRows:
 def top_tokens(logits: Tensor, n: int) -> tuple[Tensor, Tensor]:
     """The n most probable tokens, the lowest id of equals first: whatever else a batch asks for.
 
-    logits [R, V], any float dtype -> values [R, n] float32, ids [R, n] int64.
+    logits [R, V], any float dtype -> values [R, n] float32, ids [R, n] int64; V of them at most.
     """
+    n = min(n, logits.shape[1])
     if n == 0:
         return logits.new_empty(len(logits), 0).float(), logits.new_empty(len(logits), 0).long()
     if has_kernel(logits, MAX_TOP_LOGPROBS):  # for one k, so that it compiles once

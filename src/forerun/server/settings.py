@@ -29,9 +29,11 @@ def _setting(default: Any, help: str, kind: type = str) -> Any:
     return field(default=default, metadata={"help": help, "type": kind})
 
 
-# Settings of text: an unset variable of a shell would make them the current folder, or no name.
+# Settings of text: an unset variable of a shell would make them the current folder, no name, or
+# all interfaces.
 NOT_EMPTY = (
-    "served_model_name", "api_key_file", "response_store", "batch_folder", "torch_profiler_dir",
+    "host", "served_model_name", "api_key_file", "response_store", "batch_folder",
+    "torch_profiler_dir",
 )  # fmt: skip
 
 

@@ -82,12 +82,6 @@ def resolve_num_drafts(config: EngineConfig, default: int, trees: bool = False) 
             f"{NUM_STEPS.name} {steps} and speculative_num_draft_tokens {tokens} disagree: a chain"
             f" of {steps} drafts verifies {steps + 1} tokens; set one of them."
         )
-    for name, value in config.algorithm_options.items():
-        if not trees and name.endswith("_topk") and value not in (None, 1):
-            raise ConfigError(
-                f"{name} must be 1 (a chain), got {value}; for trees choose another"
-                " speculative_algorithm."
-            )
     if config.speculative_draft_window_size is not None:
         raise ConfigError(
             "speculative_draft_window_size: this draft attends to its whole context; drop it."

@@ -44,6 +44,8 @@ def join(first: type[SpeculativeAlgorithm], second: type[SpeculativeAlgorithm]) 
     both = (first, second)
     of_draft = ("bundled_draft", "shards_draft", "quantizes_draft")
     body = {"parts": both} | {name: getattr(first, name) for name in of_draft}
+    options = {option.name: option for each in both for option in each.options}
+    body["options"] = tuple(options.values())
     return type(f"{first.__name__}And{second.__name__}", (Joined,), body)
 
 

@@ -74,7 +74,7 @@ class Registry:
 
     def get(self, name: str | None) -> Algorithm:
         """See `get_algorithm`."""
-        first, comma, second = (name or "").partition(",")
+        first, comma, second = ("NONE" if name is None else name).partition(",")
         if comma:
             if not first.strip() or not second.strip():
                 raise ConfigError(
@@ -82,7 +82,7 @@ class Registry:
                     " A,B for two together."
                 )
             return join(self.get(first.strip()), self.get(second.strip()))
-        key = (name or "NONE").upper()
+        key = first.upper()
         key = ALIASES.get(key, key)
         if key in self._broken:
             raise self._broken[key]

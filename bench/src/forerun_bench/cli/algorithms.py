@@ -15,7 +15,7 @@ from forerun.cli.counts import check_counts
 from forerun.cli.demo import SMALL
 from forerun.cli.flags import Values, engine_flags, with_flags
 from forerun.cli.output import AsJson, print_json, progress_bar
-from forerun.cli.settings import without_speculation
+from forerun.cli.settings import with_algorithm, without_speculation
 from forerun.cli.tables import wide_console
 from forerun.core.errors import ConfigError
 from forerun.evals.environment import environment, made_with
@@ -52,7 +52,7 @@ def algorithms_command(
         refused: dict[str, str] = {}
         for name in names:
             try:
-                made = LLM(**settings, speculative_algorithm=name)
+                made = LLM(**with_algorithm(settings, name))
                 engines[name] = stack.enter_context(made)
             except Exception as error:  # noqa: BLE001  a plugin's code; shown below the table
                 known = isinstance(error, ConfigError)

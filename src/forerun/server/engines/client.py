@@ -96,7 +96,7 @@ class EngineClient:
         self.on_ready: Callable[[], None] = lambda: None  # called after a restart
         self._placement, self._model_path, self._log_format = placement, model_path, log_format
         self._watchdog_timeout = watchdog_timeout
-        self._folder = Path(tempfile.mkdtemp(prefix="forerun-"))  # 0700
+        self._folder: Path | None = None  # of the sockets
         self._link: EngineLink | None = None
         self._info: ExecutorInfo | None = None
         self._running: dict[str, Running] = {}  # by request id
@@ -115,6 +115,7 @@ class EngineClient:
             ConfigError: the settings cannot work.
             ServerStartError: the process ended.
         """
+        self._folder = Path(tempfile.mkdtemp(prefix="forerun-"))  # 0700
         await self._start()
         self._supervisor = asyncio.create_task(self._supervise(), name="forerun-supervisor")
 
@@ -133,7 +134,8 @@ class EngineClient:
         if self._link is not None:
             await self._link.close(at_once)
             self._link = None
-        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     @property
     def info(self) -> ExecutorInfo:
@@ -328,6 +330,7 @@ class EngineClient:
             log.warning("%s is ready again.", self.name)
 
     async def _start(self) -> None:
+        assert self._folder is not None
         if self._link is not None:
             await self._link.close(at_once=True)
         link = EngineLink(
