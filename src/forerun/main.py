@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, TextIO
@@ -202,14 +202,17 @@ def _one_line(error: Any, args: Sequence[str]) -> str:
     close = details.get("possibilities") or []
     context, given = details.get("ctx"), details.get("option_name")
     if context is not None and given is not None:
-        known = {name for each in context.command.params for name in each.opts}
+        opts = {name for each in context.command.params for name in each.opts}
+        known = {_keyword(name): name for name in opts if name.startswith("-")}
         whole = _whole(given, args)
-        ours, why = setting_refusal(_keyword(whole), set(map(_keyword, known)))
+        ours, why = setting_refusal(_keyword(whole), known, lambda name: known[name])
+        if _is_decided(_keyword(whole), known):
+            why = "this command sets it itself; leave it out"
         message = message.replace(f"{given}.", f"{whole}.")
         if why is not None:
             return f"{message.rstrip('.')}: {why}."
         if ours is not None:
-            close = [name for name in known if _keyword(name) == ours]
+            close = [known[ours]]
         elif whole != given:
             close = []
     commands = vars(context.command).get("commands") if context is not None else None
@@ -219,6 +222,15 @@ def _one_line(error: Any, args: Sequence[str]) -> str:
         return f"{message} Did you mean {close[0]}?"
     path = "forerun" if context is None else context.command_path
     return f"{message} See: {path} --help"
+
+
+def _is_decided(name: str, known: Collection[str]) -> bool:
+    """Whether a setting of engines is none of a command that has the others."""
+    from forerun.config.engine_config import EngineConfig
+
+    settings = {each.name for each in EngineConfig.settings()}
+    own = name.removeprefix("no_")
+    return "page_size" in known and own in settings - set(known) and not own.endswith("_path")
 
 
 def _keyword(flag: str) -> str:

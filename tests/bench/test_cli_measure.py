@@ -186,6 +186,14 @@ def test_tables_for_people(capsys: pytest.CaptureFixture[str]) -> None:
         ("demo --algorithm DFLUSH", "Unknown speculative_algorithm"),
         ("demo --model-path m.gguf", "need --real; add it"),
         ("demo --real --model-path m.gguf", "there is no such file"),
+        (
+            "bench algorithms --algorithms NGRAM --algorithms SUFFIX --speculative-num-steps 3",
+            "speculative_num_steps is no option of NGRAM, SUFFIX; drop it.",
+        ),
+        (
+            "doctor --determinism --speculative-num-steps 3",
+            "speculative_num_steps is set without speculative_algorithm; set it too.",
+        ),
         ("bench one-batch --batch-size 0", "--batch-size must be >= 1"),
         ("bench one-batch --device cpu --profile p", "--profile records GPU kernels"),
         ("bench one-batch --tp-size 2 --profile p", "--profile records steps of this process"),

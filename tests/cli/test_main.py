@@ -135,12 +135,28 @@ def test_other_names_are_of_flags_that_the_command_has(forerun) -> None:
         ("--no-enable-prefix-caching", ". Did you mean --disable-radix-cache?"),
         ("--seed", ". Did you mean --sampling-seed?"),
         ("--enable-lora", ": adapters cannot be loaded; merge the adapter into the model."),
-        ("-ngl", " -ngl: all layers are on one device; leave it out, or set device."),
+        ("-ngl", " -ngl: all layers are on one device; leave it out, or set --device."),
         ("-zz", " -zz. See: forerun generate --help"),
+        ("--prompt", " --prompt. See: forerun generate --help"),  # `prompts` is no flag
+        ("--enable-auto-tool-choice", ". Did you mean --enable-trace?"),  # of `serve`
+        ("-fa", " -fa: kernels are chosen by --attention-backend."),
     ],
 )
 def test_advice_about_a_flag_of_another_engine(forerun, given: str, answer: str) -> None:
     assert forerun("generate", "hi", given, "4").error.endswith(answer)
+
+
+def test_advice_names_flags_of_the_command(forerun) -> None:
+    error = forerun("serve", "--enable-auto-tool-choice").error
+    assert error.endswith("for a model's own format set --tool-call-parser.")
+    assert "tp" not in forerun("bench", "serving", "--pp", "2").error
+
+
+@pytest.mark.parametrize("command", ["bench one-batch", "bench widths", "eval python"])
+@pytest.mark.parametrize("flag", ["--no-speculative-adaptive", "--speculative-adaptive"])
+def test_a_setting_that_a_command_decides(forerun, command: str, flag: str) -> None:
+    error = forerun(*command.split(), flag).error
+    assert error == f"No such option: {flag}: this command sets it itself; leave it out."
 
 
 @pytest.mark.parametrize("flag", ["--model-path", "--tokenizer-path"])

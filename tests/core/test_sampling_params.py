@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import math
-from dataclasses import fields
+from dataclasses import fields, replace
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -110,6 +112,25 @@ def test_refusals_say_what_is_wrong(params: dict[str, Any], words: str) -> None:
             make(params)
         assert words in str(caught.value)
         assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize("name", ["cls", "self", "init"])
+def test_names_of_python(name: str) -> None:
+    with pytest.raises(RequestError, match=f"Unknown sampling parameter '{name}'"):
+        SamplingParams.of({name: 1})
+
+
+def test_it_is_a_class_as_others() -> None:
+    class Creative(SamplingParams):
+        def __init__(self, creativity: float) -> None:
+            super().__init__(temperature=creativity)
+
+    assert Creative(creativity=0.3).temperature == 0.3
+    assert list(inspect.signature(SamplingParams).parameters)[:2] == ["temperature", "top_p"]
+    with pytest.raises(TypeError, match="positional arguments"):
+        SamplingParams(*range(40))  # type: ignore[arg-type]
+    params = SamplingParams(temperature=0.5)
+    assert copy.deepcopy(params) == replace(params) == params
 
 
 def test_what_users_may_give() -> None:

@@ -157,22 +157,38 @@ def test_the_files_are_waited_for() -> None:
 # --- what the recorder of an executor keeps and writes -------------------------------------------
 
 
-def recorded(folder: Path) -> StepRecorder:
+def recorded(folder: Path, recorder: StepRecorder | None = None, name: str = "p") -> StepRecorder:
     """A recorder that has recorded a step and ended."""
-    recorder = StepRecorder(torch.device("cpu"))
-    recorder.start(ProfileParams(str(folder), "p", None))
+    recorder = recorder or StepRecorder(torch.device("cpu"))
+    recorder.start(ProfileParams(str(folder), name, None))
     with recorder.step(DECODE):
         torch.ones(4).sum()
     recorder.stop()
     return recorder
 
 
-def written(recorder: StepRecorder) -> None:
+def written(recorder: StepRecorder, name: str = "p") -> None:
     while True:
         try:
-            return recorder.check("p")
+            return recorder.check(name)
         except BusyError:
             time.sleep(0.02)
+
+
+def test_profiles_are_told_apart(tmp_path: Path) -> None:
+    """Each has its own files, writer and error, also where two have one name."""
+    (tmp_path / "file").touch()
+    recorder = recorded(tmp_path / "file", name="failed")
+    for name in ("p", "q", "p"):
+        recorded(tmp_path, recorder, name)
+    with pytest.raises(BusyError):
+        recorder.check("never")
+    written(recorder, "q")
+    written(recorder, "p")
+    with pytest.raises(RequestError, match="failed-TP-0 cannot be written"):
+        written(recorder, "failed")
+    names = {path.name for path in tmp_path.iterdir()}
+    assert {f"{each}-TP-0.trace.json.gz" for each in "pq"} < names
 
 
 def test_errors_of_the_profiler_are_told_by_check(

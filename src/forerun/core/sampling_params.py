@@ -7,16 +7,18 @@ a parameter.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields
-from functools import cache
+from functools import cache, wraps
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from forerun.core.checks import boolean, integer, number
 from forerun.core.errors import RequestError, nearest, shown
 from forerun.core.grammar import GRAMMAR_PARAMS, KINDS, Grammar, grammar_of, grammar_source
 from forerun.core.unsupported import refusal
+
+T = TypeVar("T")
 
 MAX_STOP_IDS = 16  # columns of the device table used by `min_new_tokens`
 MAX_STOP_TOKENS = 1024
@@ -142,6 +144,37 @@ _edits_of = attrgetter(*_EDITS)
 _NO_EDITS = _edits_of(LogitParams())
 
 
+def _unknown(given: Iterable[Any]) -> str | None:
+    """What is wrong with the first name that is none of `SamplingParams`; None: nothing."""
+    known = [f.name for f in fields(SamplingParams)]
+    for name in given:
+        if name not in known:
+            return (
+                refusal(str(name), known)
+                or f"Unknown sampling parameter {shown(name)}.{nearest(str(name), known)}"
+                f" Known: {', '.join(known)}."
+            )
+    return None
+
+
+def _says_what_is_known(cls: type[T]) -> type[T]:
+    """A keyword that does not exist is a `RequestError` that says what to use, no `TypeError`."""
+    init = cls.__init__
+
+    @wraps(init)
+    def checked(self: T, /, *args: Any, **given: Any) -> None:
+        try:
+            init(self, *args, **given)
+        except TypeError:
+            if problem := _unknown(given):
+                raise RequestError(problem) from None
+            raise
+
+    setattr(cls, "__init__", checked)  # noqa: B010  mypy refuses the assignment
+    return cls
+
+
+@_says_what_is_known
 @dataclass(frozen=True, slots=True)
 class SamplingParams(LogitParams):
     """Sampling parameters of one request.
@@ -212,21 +245,6 @@ class SamplingParams(LogitParams):
     )
     json_object: bool = param(False, "The output must be a JSON object", stage="mask", openai=None)
 
-    def __new__(cls, *args: Any, **given: Any) -> SamplingParams:
-        """
-        Raises:
-            RequestError: there is no such parameter.
-        """
-        known = [f.name for f in fields(cls)] if given else ()
-        for name in given:
-            if name not in known:
-                raise RequestError(
-                    refusal(name, known)
-                    or f"Unknown sampling parameter {shown(name)}.{nearest(name, known)}"
-                    f" Known: {', '.join(known)}."
-                )
-        return object.__new__(cls)
-
     def __post_init__(self) -> None:
         self._set("stop", _stop_strings(self.stop))
         self._set("stop_token_ids", _stop_ids(self.stop_token_ids))
@@ -275,7 +293,9 @@ class SamplingParams(LogitParams):
             raise RequestError(
                 f"sampling_params must be a SamplingParams or a dict, not {type(value).__name__}."
             )
-        return cls(**{str(name): each for name, each in value.items()})
+        if problem := _unknown(value):
+            raise RequestError(problem)
+        return cls(**value)
 
     def _problems(self) -> Iterator[str]:
         """Values out of range or of the device tables' dtypes, and contradictions."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
+from string import Formatter
 
 from forerun.core.scheduling_params import SCHEDULING_KEYWORDS
 
@@ -72,8 +73,6 @@ SETTINGS = {
     "enforce_eager": "disable_cuda_graph",
     "ep": "ep_size",
     "expert_parallel_size": "ep_size",
-    "fa": "attention_backend",
-    "flash_attn": "attention_backend",
     "gpu_memory_utilization": "mem_fraction_static",
     "hf": "model_path",
     "hf_repo": "model_path",
@@ -91,7 +90,6 @@ SETTINGS = {
     "num_speculative_tokens": "speculative_num_draft_tokens",
     "parallel": "max_running_requests",
     "seed": "random_seed",
-    "speculative_config": "speculative_algorithm",
     "speculative_model": "speculative_draft_model_path",
     "temp": "temperature",
     "tensor_parallel_size": "tp_size",
@@ -102,15 +100,15 @@ _SETTING_REASONS = {
     "adapters cannot be loaded; merge the adapter into the model": (
         "enable_lora lora_modules lora_paths max_loras max_lora_rank lora"
     ),
-    "prefixes are cached unless disable_radix_cache is set": "enable_prefix_caching",
-    "prompts are always computed in chunks, of chunked_prefill_size tokens": (
+    "prefixes are cached unless {disable_radix_cache} is set": "enable_prefix_caching",
+    "prompts are always computed in chunks, of {chunked_prefill_size} tokens": (
         "enable_chunked_prefill"
     ),
     "grammars are always xgrammar's; leave it out": "guided_decoding_backend grammar_backend",
-    "tools need no switch; for a model's own format set tool_call_parser": (
+    "tools need no switch; for a model's own format set {tool_call_parser}": (
         "enable_auto_tool_choice"
     ),
-    "requests are logged with log_requests alone; leave it out": (
+    "requests are logged with {log_requests} alone; leave it out": (
         "disable_log_requests disable_log_stats"
     ),
     "up to 20 log-probabilities of a token are returned; leave it out": "max_logprobs",
@@ -118,10 +116,14 @@ _SETTING_REASONS = {
     "a conversation is written as the template in the tokenizer's folder says; change it there": (
         "chat_template"
     ),
-    "layers cannot be divided among GPUs, and weights can; set tp_size": (
+    "layers cannot be divided among GPUs, and weights can; set {tp_size}": (
         "pipeline_parallel_size pp_size pp"
     ),
-    "all layers are on one device; leave it out, or set device": "n_gpu_layers gpu_layers ngl",
+    "all layers are on one device; leave it out, or set {device}": "n_gpu_layers gpu_layers ngl",
+    "kernels are chosen by {attention_backend}": "flash_attn fa",
+    "its keys are settings: {speculative_algorithm}, {speculative_draft_model_path} and others": (
+        "speculative_config"
+    ),
     "steps take as many threads as are fastest; OMP_NUM_THREADS is the most": (
         "threads threads_batch t tb"
     ),
@@ -129,13 +131,24 @@ _SETTING_REASONS = {
 UNSUPPORTED_SETTINGS = {n: why for why, names in _SETTING_REASONS.items() for n in names.split()}
 
 
-def setting_refusal(name: str, known: Iterable[str]) -> tuple[str | None, str | None]:
-    """What another engine's setting is called here, if that is in `known`, or why there is none."""
+def setting_refusal(
+    name: str, known: Collection[str], spelled: Callable[[str], str] = str
+) -> tuple[str | None, str | None]:
+    """What another engine's setting is called here, or else why there is none.
+
+    Args:
+        known: settings that exist where it was given; no others are named.
+        spelled: how a setting is written there.
+    """
     for names in (RENAMED, SETTINGS):
         ours = names.get(name)
         if ours is not None and ours in known:
             return ours, None
-    return None, UNSUPPORTED_SETTINGS.get(name)
+    why = UNSUPPORTED_SETTINGS.get(name, "")
+    named = [field for _, field, _, _ in Formatter().parse(why) if field]
+    if not why or not all(field in known for field in named):
+        return None, None
+    return None, why.format(**{field: spelled(field) for field in named})
 
 
 def refusal(name: str, known: Iterable[str] = ()) -> str | None:

@@ -185,6 +185,8 @@ def _drafted(
     settings: Mapping[str, Any], own: Mapping[str, Any], few: Mapping[str, Any]
 ) -> Iterator[Way]:
     """Ways with drafts: those of the settings as they are, and others in two widths."""
+    if own and "speculative_algorithm" not in own:
+        raise ConfigError(f"{next(iter(own))} is set without speculative_algorithm; set it too.")
     if own:
         yield Way(f"{own['speculative_algorithm']} as configured", own)
         yield Way(

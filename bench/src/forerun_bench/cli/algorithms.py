@@ -42,6 +42,9 @@ def algorithms_command(
         raise ConfigError("Name algorithms with --algorithms, one or more.")
     names = chosen(algorithms)
     settings = {**SMALL, "dtype": "float32", **engine}
+    kept = {option for name in names for option in with_algorithm(settings, name)}
+    if names and (unused := sorted(settings.keys() - kept)):
+        raise ConfigError(f"{unused[0]} is no option of {', '.join(names)}; drop it.")
     with ExitStack() as stack:
         plain = stack.enter_context(LLM(**without_speculation(settings)))
         prompts = word_prompts(chat_encoder(plain.tokenizer), num_examples)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 import threading
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
@@ -26,6 +27,7 @@ from forerun.platform.limited_process import (
     ProcessTimeoutError,
 )
 
+MAX_ENDED = 100
 REPORT_SECONDS = 600.0  # until a report that is not written is given up
 _ACTIVITIES = {
     CPU: torch.profiler.ProfilerActivity.CPU,
@@ -41,14 +43,16 @@ class StepRecorder:
         self.rank = 0  # in the names of files
         self._profiler: torch.profiler.profile | None = None
         self._params: ProfileParams | None = None
-        self._ended: str | None = None  # name of the last one
-        self._writing: list[threading.Thread] = []
-        self._error: str | None = None  # the first one since the last `check`
+        # Of those that have ended, the last `MAX_ENDED`, by name: who writes their files.
+        self._ended: dict[str, threading.Thread | None] = {}
+        self._errors: dict[str, str] = {}  # by name, until `check`
 
     def start(self, params: ProfileParams) -> None:
         """Records from the next step on."""
         names = [n for n in params.activities if n == CPU or self._device.type == "cuda"]
         self._params = params
+        self._ended.pop(params.name, None)
+        self._errors.pop(params.name, None)
         profiler = torch.profiler.profile(
             # The marks of steps are activities of the CPU.
             activities={_ACTIVITIES[name] for name in (*names, CPU)},
@@ -59,7 +63,7 @@ class StepRecorder:
         try:
             profiler.start()
         except Exception as error:  # noqa: BLE001  whatever it is, no request ends with it
-            self._failed(f"PyTorch's profiler does not start: {error}")
+            self._errors[params.name] = f"PyTorch's profiler does not start: {error}"
             return
         self._profiler = profiler
 
@@ -77,47 +81,49 @@ class StepRecorder:
         profiler, params = self._profiler, self._params
         self._profiler = None
         assert params is not None, "`start` is called before `stop`"
-        try:
-            if profiler is not None:
-                self._write(profiler, params)
-        finally:
-            self._ended = params.name
+        writing = None if profiler is None else self._write(profiler, params)
+        while len(self._ended) >= MAX_ENDED:
+            self._ended.pop(next(iter(self._ended)))
+        self._ended[params.name] = writing
 
-    def _write(self, profiler: torch.profiler.profile, params: ProfileParams) -> None:
-        self._wait_for_device()
+    def _write(
+        self, profiler: torch.profiler.profile, params: ProfileParams
+    ) -> threading.Thread | None:
+        """Returns the thread that writes the files, unless there is nothing to write."""
         stem = Path(params.folder) / f"{params.name}-TP-{self.rank}"
-        work = stem.with_name(f".{stem.name}")  # hidden, until its files are complete
+        work: Path | None = None  # hidden, until its files are complete
         try:
+            self._wait_for_device()
             profiler.stop()
-            work.mkdir(parents=True, exist_ok=True)
+            stem.parent.mkdir(parents=True, exist_ok=True)
+            work = Path(tempfile.mkdtemp(prefix=f".{stem.name}-", dir=stem.parent))
             profiler.export_chrome_trace(str(work / RAW))
         except Exception as error:  # noqa: BLE001  as in `start`
-            shutil.rmtree(work, ignore_errors=True)
-            self._failed(f"The trace {stem} cannot be written: {error}")
-            return
+            if work is not None:
+                shutil.rmtree(work, ignore_errors=True)
+            self._errors[params.name] = f"The trace {stem} cannot be written: {error}"
+            return None
         thread = threading.Thread(target=self._report, args=(work, stem, params), daemon=True)
-        self._writing = [each for each in self._writing if each.is_alive()] + [thread]
         thread.start()
+        return thread
 
     def check(self, name: str) -> None:
-        """Any thread may call it. `name`: of the recording that was stopped last.
+        """Any thread may call it. `name`: of a recording that was stopped.
 
         Raises:
             BusyError: files are still being written.
             RequestError: something was not recorded or not written.
         """
-        if self._ended != name or any(thread.is_alive() for thread in self._writing):
+        writing = self._ended.get(name)
+        if name not in self._ended or (writing is not None and writing.is_alive()):
             raise BusyError("The profile is still being written; try again later.")
-        error, self._error = self._error, None
+        error = self._errors.pop(name, None)
         if error is not None:
             raise RequestError(error)
 
     def _wait_for_device(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-
-    def _failed(self, message: str) -> None:
-        self._error = self._error or message
 
     def _report(self, work: Path, stem: Path, params: ProfileParams) -> None:
         """Body of a thread."""
@@ -135,7 +141,7 @@ class StepRecorder:
             answer = str(error).encode()
         if answer:
             shutil.rmtree(work, ignore_errors=True)
-            self._failed(f"The trace {stem} cannot be written: {answer.decode()}.")
+            self._errors[params.name] = f"The trace {stem} cannot be written: {answer.decode()}."
 
 
 def _name(device: torch.device) -> str:

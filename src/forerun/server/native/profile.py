@@ -109,12 +109,13 @@ class ProfileFolder:
             raise RequestError(f"output_dir {shown(output_dir)} cannot be written.")
         return path
 
-    def files(self) -> list[str]:
-        """The files of the last profile, on this machine, as far as they are still there."""
-        if self.last is None:
+    @staticmethod
+    def files(stem: Path | None) -> list[str]:
+        """The files of a profile, on this machine, as far as they are still there."""
+        if stem is None:
             return []
-        named = re.compile(re.escape(self.last.name) + FILE)
-        folder = self.last.parent
+        named = re.compile(re.escape(stem.name) + FILE)
+        folder = stem.parent
         names = os.listdir(folder) if folder.is_dir() else []
         return sorted(str(folder / name) for name in names if named.fullmatch(name))
 
@@ -149,8 +150,9 @@ def profile_router(service: Service) -> APIRouter:
     async def stop_profile() -> Response:
         """Ends the profile, and answers once its files are written."""
         allowed = checked_folder()
+        stem = allowed.last  # another one may start before the files of this one are written
         problems = await engine.stop_profile()
-        return _answer(" ".join(["Profiling has ended.", *problems]), files=allowed.files())
+        return _answer(" ".join(["Profiling has ended.", *problems]), files=allowed.files(stem))
 
     for path, endpoint in (("/start_profile", start_profile), ("/stop_profile", stop_profile)):
         router.add_api_route(path, endpoint, methods=["POST"])
