@@ -486,17 +486,16 @@ def test_refused_grammars_are_400_and_busy_ones_503() -> None:
 
 
 def test_questions_that_take_too_long_end_with_the_server() -> None:
-    async def ask() -> None:
-        client, loop = engine_client(), asyncio.get_running_loop()
-        await client.end_questions(60.0)  # there are none
-        quick, slow = (client._queries.setdefault(i, loop.create_future()) for i in range(2))
-        loop.call_soon(client._answer, Reply(0, {"a": 1}))
-        await client.end_questions(0.05)
-        assert quick.result() == {"a": 1}
-        with pytest.raises(EngineUnavailable, match="The server is shutting down"):
-            slow.result()
-
-    asyncio.run(ask())
+    client, loop = engine_client(), asyncio.new_event_loop()
+    client.end_questions()  # there are none
+    quick, slow = (client._queries.setdefault(i, loop.create_future()) for i in range(2))
+    assert client.num_questions == 2
+    client._answer(Reply(0, {"a": 1}))
+    client.end_questions()
+    assert quick.result() == {"a": 1}
+    with pytest.raises(EngineUnavailable, match="The server is shutting down"):
+        slow.result()
+    loop.close()
 
 
 def test_ends_are_counted_by_their_reason() -> None:

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -210,7 +211,10 @@ class _Run:
                 self._engine.num_requests,
             )
         await self._requests()
-        await self._engine.end_questions(GRACE_SECONDS)
+        end = time.monotonic() + GRACE_SECONDS
+        while self._engine.num_questions and self._signals < 2 and time.monotonic() < end:
+            await asyncio.sleep(TICK)
+        self._engine.end_questions()
         await self._requests()  # those whose grammars were being compiled
 
     async def _requests(self) -> None:

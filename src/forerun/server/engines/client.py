@@ -271,12 +271,15 @@ class EngineClient:
         """
         await self._ask(StopProfile)
 
-    async def end_questions(self, seconds: float) -> None:
-        """Waits until all questions are answered; those that take longer fail."""
-        asked = set(self._queries.values())
-        if asked:
-            _, late = await asyncio.wait(asked, timeout=seconds)
-            for answer in late:
+    @property
+    def num_questions(self) -> int:
+        """How many are not answered yet."""
+        return len(self._queries)
+
+    def end_questions(self) -> None:
+        """Those that are not answered yet fail."""
+        for answer in self._queries.values():
+            if not answer.done():
                 answer.set_exception(EngineUnavailable("The server is shutting down."))
 
     async def _ask(self, question: Callable[[int], ToEngine]) -> dict[str, Any]:
