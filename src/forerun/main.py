@@ -204,16 +204,16 @@ def _one_line(error: Any, args: Sequence[str]) -> str:
     if context is not None and given is not None:
         opts = {name for each in context.command.params for name in each.opts}
         known = {_keyword(name): name for name in opts if name.startswith("-")}
-        whole = _whole(given, args)
-        ours, why = setting_refusal(_keyword(whole), known, lambda name: known[name])
-        if _is_decided(_keyword(whole), known):
+        typed = _as_typed(given, args)
+        ours, why = setting_refusal(_keyword(typed), known, lambda name: known[name])
+        if _is_decided(_keyword(typed), known):
             why = "this command sets it itself; leave it out"
-        message = message.replace(f"{given}.", f"{whole}.")
+        message = message.replace(f"{given}.", f"{typed}.")
         if why is not None:
             return f"{message.rstrip('.')}: {why}."
         if ours is not None:
             close = [known[ours]]
-        elif whole != given:
+        elif typed != given:
             close = []
     commands = vars(context.command).get("commands") if context is not None else None
     if commands and given is None:  # of a group: none was given, or an unknown one
@@ -237,7 +237,7 @@ def _keyword(flag: str) -> str:
     return flag.lstrip("-").replace("-", "_")
 
 
-def _whole(given: str, args: Sequence[str]) -> str:
+def _as_typed(given: str, args: Sequence[str]) -> str:
     """The flag as it was typed: of `-tp`, the parser names the first letter that is none."""
     if given.startswith("--"):
         return given

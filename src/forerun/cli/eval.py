@@ -13,7 +13,7 @@ from rich.text import Text
 from forerun import LLM, RequestOutput, SamplingParams
 from forerun.cli.counts import check_counts
 from forerun.cli.demo_view import positions
-from forerun.cli.flags import Values, engine_flags_but, with_flags
+from forerun.cli.flags import Values, engine_flags_without, with_flags
 from forerun.cli.output import AsJson, fail_if_aborted, print_json, progress_bar
 from forerun.cli.settings import with_speculation, without_speculation
 from forerun.evals.environment import environment, made_with
@@ -40,7 +40,7 @@ CheckIdentical = Annotated[
 
 
 @app.command(WORDS)
-@with_flags(engine=engine_flags_but("speculative_adaptive"))
+@with_flags(engine=engine_flags_without("speculative_adaptive"))
 def word_problems(
     num_examples: NumExamples = 200,
     max_new_tokens: MaxNewTokens = 256,
@@ -62,7 +62,7 @@ def word_problems(
 
 
 @app.command(PYTHON)
-@with_flags(engine=engine_flags_but("speculative_adaptive"))
+@with_flags(engine=engine_flags_without("speculative_adaptive"))
 def python(
     num_examples: NumExamples = 60,
     max_new_tokens: MaxNewTokens = 128,

@@ -111,7 +111,7 @@ def engine_flags() -> list[Flag]:
     return flags
 
 
-def engine_flags_but(*names: str) -> Callable[[], list[Flag]]:
+def engine_flags_without(*names: str) -> Callable[[], list[Flag]]:
     """Engine flags of a command that sets these itself."""
     return lambda: [flag for flag in engine_flags() if flag.name not in names]
 

@@ -381,14 +381,12 @@ class EngineConfig:
             elif name in options:
                 chosen[name] = value
             else:
-                ours, why = setting_refusal(name, [*known, *options])
+                names = [*known, *options]
+                ours, why = setting_refusal(name, names)
                 if ours is not None:
-                    raise ConfigError(f"Unknown setting {shown(name)}: it is called {ours} here.")
-                if why is not None:
-                    raise ConfigError(f"Unknown setting {shown(name)}: {why}.")
-                raise ConfigError(
-                    f"Unknown setting {shown(name)}.{nearest(name, [*known, *options])}"
-                )
+                    why = f"it is called {ours} here"
+                advice = f".{nearest(name, names)}" if why is None else f": {why}."
+                raise ConfigError(f"Unknown setting {shown(name)}{advice}")
         return cls(**settings, algorithm_options=chosen)
 
     def required_draft_path(self) -> Path:

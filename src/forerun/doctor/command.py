@@ -16,7 +16,7 @@ from rich.table import Table
 from forerun import __version__
 from forerun.attention.capabilities import AttentionNeed, LayerMask, Mask, Phase
 from forerun.attention.select import survey
-from forerun.cli.flags import Values, config_flags, engine_flags_but, with_flags
+from forerun.cli.flags import Values, config_flags, engine_flags_without, with_flags
 from forerun.cli.output import print_json
 from forerun.config.model_config import load_model_config
 from forerun.core.errors import ConfigError
@@ -54,7 +54,7 @@ Shape = tuple[int, int]
 OWN = ("model_path", "speculative_draft_model_path")  # flags of the engine that are declared here
 
 
-@with_flags(sizes=lambda: config_flags(Sizes), engine=engine_flags_but(*OWN))
+@with_flags(sizes=lambda: config_flags(Sizes), engine=engine_flags_without(*OWN))
 def doctor(
     model_path: Annotated[
         str | None,

@@ -168,9 +168,8 @@ def parse(setting: str, value: str) -> HubModel | None:
         raise ConfigError(f"{setting} is empty; leave it out, or name a folder, file or org/name.")
     name, colon, quant = value.partition(":")
     repo, at, revision = name.partition("@")
-    if local_path(setting, value).exists() or not _REPO.fullmatch(repo):
-        return None
-    if _gguf_path_problem(setting, value) is not None:
+    is_path = local_path(setting, value).exists() or _gguf_path_problem(setting, value) is not None
+    if is_path or not _REPO.fullmatch(repo):
         return None
     if at and (not _REVISION.fullmatch(revision) or revision.endswith(".lock")):
         raise ConfigError(

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from forerun.cli.flags import Values, engine_flags_but, with_flags
+from forerun.cli.flags import Values, engine_flags_without, with_flags
 from forerun.cli.output import AsJson, print_json
 from forerun.cli.tables import print_table
 from forerun_bench.cli.inputs import Preset, RandomInput
@@ -22,7 +22,7 @@ WARNING = (
 )
 
 
-@with_flags(engine=engine_flags_but("speculative_adaptive"))
+@with_flags(engine=engine_flags_without("speculative_adaptive"))
 def adaptive_command(
     batch_size: Annotated[list[int], typer.Option(help="One or more")] = [1, 2, 4, 8, 16],  # noqa: B006
     accept_length: Annotated[

@@ -13,7 +13,7 @@ from rich import box
 from rich.table import Table
 
 from forerun import LLM
-from forerun.cli.flags import Values, engine_flags_but, with_flags
+from forerun.cli.flags import Values, engine_flags_without, with_flags
 from forerun.cli.output import AsJson, print_json
 from forerun.cli.tables import milliseconds, print_table
 from forerun.core.errors import ConfigError
@@ -23,7 +23,7 @@ from forerun_bench.heads import HEADS, PLAIN, HeadStep, compare_steps, write_dra
 from forerun_bench.one_batch import Shape
 
 
-@with_flags(engine=engine_flags_but("speculative_adaptive"))
+@with_flags(engine=engine_flags_without("speculative_adaptive"))
 def heads_command(
     heads: Annotated[
         list[str], typer.Option(help=f"One or more of {', '.join(HEADS)}; {PLAIN}: a control")

@@ -14,7 +14,7 @@ from rich import box
 from rich.table import Table
 
 from forerun import LLM
-from forerun.cli.flags import Values, engine_flags_but, with_flags
+from forerun.cli.flags import Values, engine_flags_without, with_flags
 from forerun.cli.output import AsJson, print_json
 from forerun.cli.settings import with_speculation, without_speculation
 from forerun.cli.tables import milliseconds, print_table, wide_console, yes_no
@@ -35,7 +35,7 @@ from forerun_bench.one_batch import BatchTiming, OneBatch, Shape, one_batch
 from forerun_bench.profile import keep, profile_steps
 
 
-@with_flags(engine=engine_flags_but("speculative_adaptive"))
+@with_flags(engine=engine_flags_without("speculative_adaptive"))
 def one_batch_command(
     batch_size: Annotated[list[int], typer.Option(help="One or more: --batch-size 1 4 16")] = [1],  # noqa: B006
     input_len: Annotated[list[int], typer.Option(help="Prompt tokens, one or more")] = [128],  # noqa: B006

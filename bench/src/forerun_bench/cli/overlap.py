@@ -11,7 +11,7 @@ from rich import box
 from rich.table import Table
 
 from forerun import LLM
-from forerun.cli.flags import Values, engine_flags_but, with_flags
+from forerun.cli.flags import Values, engine_flags_without, with_flags
 from forerun.cli.output import AsJson
 from forerun.cli.settings import with_speculation
 from forerun.cli.tables import milliseconds, print_results, yes_no
@@ -30,7 +30,7 @@ from forerun_bench.one_batch import OneBatch, Shape, one_batch
 from forerun_bench.profile import profile_steps
 
 
-@with_flags(engine=engine_flags_but("speculative_adaptive"))
+@with_flags(engine=engine_flags_without("speculative_adaptive"))
 def overlap_command(
     batch_size: Annotated[list[int], typer.Option(help="One or more")] = [1, 8, 32],  # noqa: B006
     input_len: Annotated[int, typer.Option(help="Prompt tokens")] = 128,

@@ -12,7 +12,7 @@ from rich import box
 from rich.table import Table
 
 from forerun import LLM
-from forerun.cli.flags import Values, engine_flags_but, with_flags
+from forerun.cli.flags import Values, engine_flags_without, with_flags
 from forerun.cli.output import AsJson, print_json, progress_bar
 from forerun.cli.settings import with_speculation
 from forerun.cli.tables import print_table, yes_no
@@ -33,7 +33,7 @@ from forerun_bench.one_batch import Shape
 from forerun_bench.widths import POLICIES, Cell, Load, engines, measure
 
 
-@with_flags(engine=engine_flags_but("speculative_adaptive"))
+@with_flags(engine=engine_flags_without("speculative_adaptive"))
 def widths_command(
     batch_size: Annotated[list[int], typer.Option(help="One or more")] = [1, 4, 16],  # noqa: B006
     accept_length: Annotated[

@@ -27,7 +27,7 @@ from forerun.platform.limited_process import (
     ProcessTimeoutError,
 )
 
-MAX_ENDED = 100
+MAX_ENDED = 100  # profiles that `check` knows
 REPORT_SECONDS = 600.0  # until a report that is not written is given up
 _ACTIVITIES = {
     CPU: torch.profiler.ProfilerActivity.CPU,
@@ -43,7 +43,7 @@ class StepRecorder:
         self.rank = 0  # in the names of files
         self._profiler: torch.profiler.profile | None = None
         self._params: ProfileParams | None = None
-        # Of those that have ended, the last `MAX_ENDED`, by name: who writes their files.
+        # Of the last ones that have ended, by name: the thread that writes the files.
         self._ended: dict[str, threading.Thread | None] = {}
         self._errors: dict[str, str] = {}  # by name, until `check`
 
@@ -82,9 +82,11 @@ class StepRecorder:
         self._profiler = None
         assert params is not None, "`start` is called before `stop`"
         writing = None if profiler is None else self._write(profiler, params)
-        while len(self._ended) >= MAX_ENDED:
-            self._ended.pop(next(iter(self._ended)))
         self._ended[params.name] = writing
+        if len(self._ended) > MAX_ENDED:
+            oldest = next(iter(self._ended))
+            del self._ended[oldest]
+            self._errors.pop(oldest, None)
 
     def _write(
         self, profiler: torch.profiler.profile, params: ProfileParams

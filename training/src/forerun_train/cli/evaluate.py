@@ -13,7 +13,7 @@ from rich.text import Text
 
 from forerun.cli.counts import check_counts
 from forerun.cli.demo import SMALL
-from forerun.cli.flags import Values, engine_flags_but, with_flags
+from forerun.cli.flags import Values, engine_flags_without, with_flags
 from forerun.cli.output import AsJson, fail_if_aborted, print_json, progress_bar
 from forerun.cli.settings import with_speculation, without_speculation
 from forerun.core.errors import ConfigError
@@ -35,7 +35,7 @@ TAKEN = ("model_path", "speculative_draft_model_path")
 DATASETS = "dialogue,code,maths,summary"
 
 
-@with_flags(engine=engine_flags_but(*TAKEN))
+@with_flags(engine=engine_flags_without(*TAKEN))
 def evaluate_command(
     target: Annotated[
         str | None, typer.Option(help="Model folder, GGUF file or org/name (default: the bundled)")

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from forerun.cli.counts import check_counts
-from forerun.cli.flags import Values, engine_flags_but, sampling_flags, with_flags
+from forerun.cli.flags import Values, engine_flags_without, sampling_flags, with_flags
 from forerun.cli.output import dim
 from forerun.core.errors import ConfigError
 from forerun.core.sampling_params import SamplingParams
@@ -27,7 +27,7 @@ ANSWER_TOKENS = 512
 
 
 @with_flags(
-    engine=engine_flags_but("model_path"),
+    engine=engine_flags_without("model_path"),
     sampling=lambda: [
         flag for flag in sampling_flags(max_new_tokens=ANSWER_TOKENS) if flag.name != "n"
     ],
