@@ -16,7 +16,7 @@ import forerun as package
 from forerun import main
 from forerun.__main__ import on_ctrl_c
 from forerun.core.errors import ConfigError, ExecutorError, RequestError
-from forerun.core.unsupported import SETTINGS
+from forerun.core.unsupported import RENAMED_SETTINGS
 
 
 def test_help_names_every_command_and_does_not_import_torch() -> None:
@@ -121,7 +121,7 @@ def test_the_temperature_of_llama_cpp(forerun) -> None:
 
 def test_other_names_are_of_flags_that_the_command_has(forerun) -> None:
     known = forerun("serve", "--help").out + forerun("generate", "--help").out
-    names = [ours.removeprefix("no_").replace("_", "-") for ours in SETTINGS.values()]
+    names = [ours.removeprefix("no_").replace("_", "-") for ours in RENAMED_SETTINGS.values()]
     assert not [name for name in names if f"--{name}" not in known]
     assert "tp-size" not in forerun("bench", "serving", "--tp", "2").error
 

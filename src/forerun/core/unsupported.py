@@ -59,7 +59,7 @@ _REASONS = {
 UNSUPPORTED = {name: reason for reason, names in _REASONS.items() for name in names.split()}
 
 # Settings of vLLM and llama.cpp, and short ones of SGLang, that are unlike ours.
-SETTINGS = {
+RENAMED_SETTINGS = {
     "block_size": "page_size",
     "c": "context_length",
     "ctx_size": "context_length",
@@ -140,7 +140,7 @@ def setting_refusal(
         known: settings that exist where it was given; no others are named.
         spelled: how a setting is written there.
     """
-    for names in (RENAMED, SETTINGS):
+    for names in (RENAMED, RENAMED_SETTINGS):
         ours = names.get(name)
         if ours is not None and ours in known:
             return ours, None

@@ -210,14 +210,14 @@ class _Run:
                 "Stopping after %d requests; a second signal stops at once.",
                 self._engine.num_requests,
             )
-        await self._requests()
+        await self._until_no_requests()
         end = time.monotonic() + GRACE_SECONDS
         while self._engine.num_questions and self._signals < 2 and time.monotonic() < end:
             await asyncio.sleep(TICK)
         self._engine.end_questions()
-        await self._requests()  # those whose grammars were being compiled
+        await self._until_no_requests()  # those whose grammars were being compiled
 
-    async def _requests(self) -> None:
+    async def _until_no_requests(self) -> None:
         """Waits until no request runs, or for a second signal."""
         while self._engine.num_requests and self._signals < 2:
             await asyncio.sleep(TICK)
